@@ -1,0 +1,60 @@
+"""The command line: one module per verb.
+
+Data goes to standard output, talk to standard error. Reading verbs work from the files alone and never import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from ckpt_service.cli import latest, ls, run, status, verify
+from ckpt_service.cli.common import Exit, complain
+from ckpt_service.errors import CkptError
+
+app = typer.Typer(
+    name="ckpt-service",
+    help="Asynchronous checkpoints for PyTorch training: the writer daemon, and what its files say.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run.run)
+app.command("status")(status.status)
+app.command("ls")(ls.ls)
+app.command("latest")(latest.latest)
+app.command("verify")(verify.verify)
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version, the wire protocol and the file format."""
+    from ckpt_service import __version__
+    from ckpt_service.records import FORMAT_VERSION, PROTOCOL
+
+    typer.echo(f"ckpt-service {__version__} (protocol {PROTOCOL}, format {FORMAT_VERSION})")
+
+
+@app.command("demo", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def demo(context: typer.Context) -> None:
+    """Train a small GPT, kill it in the middle of a write, resume, and compare bit for bit (--help for its options)."""
+    import os
+
+    os.execv(sys.executable, [sys.executable, "-m", "trainer_hooks.demo", *context.args])
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with the code that the verb gives."""
+    try:
+        app()
+    except CkptError as error:
+        complain(str(error))
+        sys.exit(Exit.FAILED)
+    except ValueError as error:
+        complain(str(error))
+        sys.exit(Exit.USAGE)
+    except BrokenPipeError:
+        sys.exit(Exit.FAILED)
+    sys.exit(Exit.OK)

@@ -1,0 +1,68 @@
+"""``ls``: every checkpoint with its state, and the reason for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from ckpt_service.catalog import Checkpoint
+from ckpt_service.cli.common import (
+    Json,
+    Postfix,
+    Root,
+    absolute_root,
+    checked_postfix,
+    identity,
+    moment,
+    print_json,
+    size,
+)
+from ckpt_service.records import SCHEMA_VERSION
+from ckpt_service.scan import load_catalog
+
+
+def ls(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> None:
+    """List the checkpoints of a run, newest first."""
+    root = absolute_root(root)
+    catalog = load_catalog(root, checked_postfix(postfix))
+    if as_json:
+        rows = [_row(checkpoint) for checkpoint in catalog.checkpoints]
+        print_json({"schema_version": SCHEMA_VERSION, "root": root, "checkpoints": rows})
+        return
+    if not catalog.checkpoints:
+        typer.echo(f"no checkpoints in {root}", err=True)
+        return
+    lines: list[tuple[str, ...]] = [("STEP", "EPOCH", "STATE", "RANKS", "SIZE", "COMMITTED", "ATTEMPT", "NOTE")]
+    lines += [_columns(checkpoint) for checkpoint in catalog.checkpoints]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _row(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        **identity(checkpoint),
+        "state": checkpoint.state.value,
+        "reason": checkpoint.reason,
+        "ranks_committed": len(checkpoint.ranks),
+        "ranks_expected": checkpoint.expected,
+        "bytes": checkpoint.bytes,
+        "committed_at": moment(checkpoint.modified),
+        "pinned": checkpoint.pinned,
+    }
+
+
+def _columns(checkpoint: Checkpoint) -> tuple[str, ...]:
+    note = [checkpoint.reason] if checkpoint.reason else []
+    note += ["pinned"] if checkpoint.pinned else []
+    return (
+        str(checkpoint.id.step),
+        str(checkpoint.id.epoch),
+        checkpoint.state.value,
+        f"{len(checkpoint.ranks)}/{checkpoint.expected or '?'}",
+        size(checkpoint.bytes),
+        moment(checkpoint.modified),
+        str(checkpoint.id.attempt),
+        "; ".join(note),
+    )

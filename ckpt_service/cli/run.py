@@ -1,0 +1,66 @@
+"""``run``: the daemon."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from ckpt_service import daemon, naming, ownership
+from ckpt_service.cli.common import Postfix, checked_postfix
+from ckpt_service.config import ServiceConfig, load_config
+from ckpt_service.storage import make_directories
+
+
+def run(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The directory that the trainer saves to.")],
+    postfix: Postfix = None,
+    socket: Annotated[str | None, typer.Option(help="Listen at this path instead of one that clients find.")] = None,
+    config: Annotated[str | None, typer.Option(help="A TOML file with settings.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when it serves; it leaves by itself once no trainer needs it.")
+    ] = False,
+) -> None:
+    """Serve a run directory: take snapshots from its trainers and commit them."""
+    root = os.path.abspath(root)
+    postfix = checked_postfix(postfix)
+    settings = load_config(os.environ, _content(config))
+    _log_to_stderr()
+
+    def serve(ready: Callable[[], None], *, stays: bool) -> int:
+        return daemon.serve(root, postfix, settings, os.environ, socket=socket, stays=stays, ready=ready)
+
+    if not detach:
+        _say_settings(settings)
+        sys.exit(serve(lambda: None, stays=True))
+    service = ownership.service_path(root, postfix)
+    make_directories(service)
+    log = os.path.join(service, naming.daemon_log(ownership.host_name(os.environ)))
+    sys.exit(daemon.detach(log, lambda ready: serve(ready, stays=False)))
+
+
+def _content(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from error
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+
+
+def _say_settings(settings: ServiceConfig) -> None:
+    logging.getLogger(__name__).info("settings: %s", settings.model_dump_json())

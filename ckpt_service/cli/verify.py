@@ -1,0 +1,76 @@
+"""``verify``: read files back and check every byte."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from ckpt_service.catalog import Catalog, Shard
+from ckpt_service.cli.common import (
+    Exit,
+    Json,
+    Postfix,
+    Root,
+    absolute_root,
+    checked_postfix,
+    complain,
+    print_json,
+    size,
+)
+from ckpt_service.records import SCHEMA_VERSION
+from ckpt_service.scan import load_catalog
+from ckpt_service.verify import FileReport, verify_shard
+
+
+def verify(
+    root: Root = ".",
+    postfix: Postfix = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Check every file, not only the newest complete ones.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check the newest complete checkpoint against its checksums."""
+    root = absolute_root(root)
+    shards = _chosen(load_catalog(root, checked_postfix(postfix)), everything)
+    if not shards:
+        complain(f"{root} has no {'checkpoint' if everything else 'complete checkpoint'} to verify")
+        sys.exit(Exit.NO_CHECKPOINT)
+    reports = []
+    for shard in shards:
+        reports.append(verify_shard(shard))
+        if not as_json:
+            _print(reports[-1])
+    bad = sum(not report.ok for report in reports)
+    if as_json:
+        files = [_row(report) for report in reports]
+        print_json({"schema_version": SCHEMA_VERSION, "root": root, "files": files, "checked": len(files), "bad": bad})
+    if bad:
+        sys.exit(Exit.DAMAGED)
+
+
+def _chosen(catalog: Catalog, everything: bool) -> list[Shard]:
+    if everything:
+        return [shard for checkpoint in catalog.checkpoints for shard in checkpoint.shards]
+    newest = catalog.newest_complete()
+    return list(newest.shards) if newest else []
+
+
+def _row(report: FileReport) -> dict[str, Any]:
+    return {
+        "path": report.path,
+        "ok": report.ok,
+        "records": report.records,
+        "bytes": report.bytes,
+        "seconds": round(report.seconds, 3),
+        "problem": report.problem,
+    }
+
+
+def _print(report: FileReport) -> None:
+    if report.ok:
+        typer.echo(f"ok   {report.path}: {report.records} records, {size(report.bytes)} in {report.seconds:.2f} s")
+    else:
+        typer.echo(f"BAD  {report.path}: {report.problem}")

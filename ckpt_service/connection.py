@@ -1,0 +1,128 @@
+"""One client of the daemon: frames and descriptors in, messages out. Shell.
+
+asyncio's transports cannot receive descriptors, so the socket is our own, with ``loop.add_reader``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator
+
+from pydantic import BaseModel, ValidationError
+
+from ckpt_service.errors import ProtocolError
+from ckpt_service.intake import close_all
+from ckpt_service.records import ClientMessage, Progress, client_messages
+from ckpt_service.wire import MAX_DESCRIPTORS, Decoder, Frame, encode
+
+_CREDENTIALS = struct.Struct("3i")
+_READ_BYTES = 1 << 16
+_MAX_UNSENT = 1000
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the uid of the process at the other end of a Unix socket (unix(7), SO_PEERCRED)."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+class Connection:
+    """A connected client. Owns the socket, and the descriptors that came in and were not handed out."""
+
+    def __init__(self, number: int, sock: socket.socket) -> None:
+        self.number = number
+        self._socket = sock
+        self._socket.setblocking(False)
+        self._decoder = Decoder()
+        self._descriptors: list[int] = []
+        self._incoming: asyncio.Queue[Frame | ProtocolError | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._sender = asyncio.create_task(self._send_all())
+        asyncio.get_running_loop().add_reader(sock, self._on_readable)
+
+    async def messages(self) -> AsyncIterator[tuple[ClientMessage, list[int]]]:
+        """Yield messages with their descriptors (the receiver owns them) until the client is gone.
+
+        Raises:
+            ProtocolError: what came is not a message of ours.
+        """
+        while (frame := await self._incoming.get()) is not None:
+            if isinstance(frame, ProtocolError):
+                raise frame
+            if frame.descriptors > len(self._descriptors):
+                raise ProtocolError("descriptors of a message got lost: is the limit of open files too low?")
+            mine, self._descriptors = self._descriptors[: frame.descriptors], self._descriptors[frame.descriptors :]
+            try:
+                message = client_messages.validate_json(frame.body)
+            except ValidationError as error:
+                close_all(mine)
+                raise ProtocolError(f"not a message of this protocol: {error}") from error
+            yield message, mine
+
+    def send(self, message: BaseModel) -> None:
+        """Queue a message. Progress is dropped for a client that does not read; one that never reads is cut off."""
+        waiting = self._outgoing.qsize()
+        if waiting > _MAX_UNSENT:
+            self._incoming.put_nowait(None)
+        elif not (isinstance(message, Progress) and waiting > 10):
+            self._outgoing.put_nowait(encode(message))
+
+    async def close(self, patience_seconds: float = 1.0) -> None:
+        """Send what is queued (for a bounded time), then close the socket and all descriptors left over."""
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._outgoing.put_nowait(None)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._sender, patience_seconds)
+        self._socket.close()
+        close_all(self._descriptors)
+        self._descriptors = []
+
+    def _on_readable(self) -> None:
+        try:
+            data, descriptors, flags, _ = socket.recv_fds(
+                self._socket, _READ_BYTES, 8 * MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, descriptors, flags = b"", [], 0
+        self._descriptors += descriptors
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise ProtocolError("descriptors of a message got lost: is the limit of open files too low?")
+            for frame in self._decoder.feed(data):
+                self._incoming.put_nowait(frame)
+        except ProtocolError as error:
+            self._incoming.put_nowait(error)
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._incoming.put_nowait(None)
+
+    async def _send_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while (data := await self._outgoing.get()) is not None:
+            try:
+                await loop.sock_sendall(self._socket, data)
+            except OSError:
+                return  # the reader sees the end of the connection as well and reports it
+
+
+def listen(path: str) -> socket.socket:
+    """Return a listening Unix socket at ``path``, for this user only; a dead one of the same name is replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,109 @@
+"""From a command line to a running daemon: lock, socket, log, event loop, and (detached) its own session. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+
+from ckpt_service import naming, ownership
+from ckpt_service.config import ServiceConfig
+from ckpt_service.connection import listen
+from ckpt_service.locate import socket_path
+from ckpt_service.server import Server, ServerPaths
+from ckpt_service.storage import make_directories
+
+
+def serve(
+    root: str,
+    postfix: str | None,
+    config: ServiceConfig,
+    environ: Mapping[str, str],
+    *,
+    socket: str | None = None,
+    stays: bool = True,
+    ready: Callable[[], None] = lambda: None,
+) -> int:
+    """Run the daemon of a run directory in this process until it is not needed any more; return its exit code.
+
+    Args:
+        root: absolute path of the run directory's root.
+        postfix: the run's postfix, or None.
+        config: all settings.
+        environ: where ``CKPT_SERVICE_HOST`` and ``XDG_RUNTIME_DIR`` are looked up.
+        socket: path to listen at; by default a short one that clients find by themselves.
+        stays: keep serving when no client is connected.
+        ready: called once, when clients can connect.
+
+    Raises:
+        RunDirectoryBusy: another daemon of this host serves the run directory.
+        ServiceUnavailable: there is no place for a socket.
+    """
+    host = ownership.host_name(environ)
+    where = socket or socket_path(root, postfix, host, environ)
+    service = ownership.service_path(root, postfix)
+    make_directories(service)
+    lock = ownership.DaemonLock(root, postfix, host)
+    lock.acquire(where)
+    try:
+        status = [os.path.join(service, naming.status_file(host)), f"{where.removesuffix('.sock')}.status.json"]
+        server = Server(ServerPaths(root, postfix, host, where, status), config, stays=stays)
+        listener = listen(where)
+        try:
+            return asyncio.run(server.run(listener, ready))
+        finally:
+            listener.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(status[1])
+    finally:
+        lock.release()
+
+
+def detach(log_path: str, run: Callable[[Callable[[], None]], int]) -> int:
+    """Run ``run(ready)`` in a process of its own session; return 0 once it called ``ready``, else its exit code.
+
+    The daemon gets no terminal and nothing of the caller's process group, so neither Ctrl-C nor a launcher that kills
+    the group reaches it. Its output goes to the log.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        with open(reader, "rb") as told:
+            if told.read(1):
+                return 0
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status) or 1
+    os.close(reader)
+    os.setsid()
+    os.chdir("/")
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+    def ready() -> None:
+        _redirect(log_path)
+        os.write(writer, b"1")
+        os.close(writer)
+
+    code = 1
+    try:
+        code = run(ready)
+    finally:
+        # A thread that hangs in a write must not keep the process: everything that matters has been closed.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect(log_path: str) -> None:
+    """Give up the caller's terminal and pipes: whoever reads them would wait for this process to end."""
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(null)

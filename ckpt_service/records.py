@@ -1,0 +1,397 @@
+"""The models at the edges: what stands in files and what travels over the socket. Pure.
+
+Everything read from outside passes through one of these, so the inside may trust its types and ranges. Unknown fields
+of files are ignored (a newer version may add some); messages are strict, since both sides agreed on a version.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, TypeAdapter
+
+from ckpt_service.naming import Kind
+
+FORMAT_VERSION = 1
+SCHEMA_VERSION = 1
+PROTOCOL = 1
+
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(ge=1)]
+
+
+def _rfc3339(moment: datetime) -> str:
+    text = moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z").replace(".000Z", "Z")
+
+
+Moment = Annotated[datetime, PlainSerializer(_rfc3339, return_type=str)]
+"""A UTC time; ISO 8601 with a Z when written."""
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+class ShardManifest(_File):
+    """What a shard file says of itself; the first record of its image. ``bytes`` is the size of the whole file."""
+
+    format_version: Size = FORMAT_VERSION
+    kind: Kind
+    run_id: str
+    attempt: Size
+    sequence: Size
+    repeat: Count = 0
+    step: Count
+    epoch: Count
+    stage: Count
+    tp_rank: Count
+    dp_rank: Count = 0
+    pp: Size
+    tp: Size
+    dp: Size
+    dp_shards: Size = 1
+    created_at: Moment
+    producer: str
+    bytes: Count
+    tensors: Count
+    user: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+
+    @property
+    def snapshot_id(self) -> str:
+        """The name of this snapshot in messages and in the status."""
+        plain = f"{self.attempt}-{self.sequence}-{self.stage}-{self.tp_rank}"
+        return plain if self.kind == "train" else f"{self.kind}-{plain}"
+
+
+class Origin(_File):
+    """The checkpoint that an attempt resumed from. ``explicit``: the user named it (a roll-back)."""
+
+    attempt: Count
+    sequence: Count
+    explicit: bool
+
+
+class TopologyRecord(_File):
+    """The sizes of the mesh: pipeline stages, data-parallel replicas, tensor-parallel ranks."""
+
+    pp: Size
+    dp: Size
+    tp: Size
+
+
+class Attempt(_File):
+    """One start of the trainer on a run directory."""
+
+    format_version: Size = FORMAT_VERSION
+    run_id: str
+    n: Size
+    launch: str | None = None
+    host: str
+    pid: Count
+    pid_start: Count
+    topology: TopologyRecord
+    slots: Size
+    started_at: Moment
+    resumed_from: Origin | None = None
+
+
+# --- the status file --------------------------------------------------------------------------------------------------
+
+DaemonState = Literal["starting", "recovering", "idle", "writing", "degraded", "draining", "stopped"]
+
+
+class CheckpointRef(_File):
+    """One checkpoint, named by its order and by the numbers that the user knows."""
+
+    attempt: Count
+    sequence: Count
+    epoch: Count
+    step: Count
+
+
+class CommittedRef(CheckpointRef):
+    """A shard that is durable. ``seconds`` from accepted to committed."""
+
+    path: str
+    bytes: Count
+    committed_at: Moment
+    seconds: float
+
+
+class CompleteRef(CheckpointRef):
+    """The newest checkpoint that all ranks have."""
+
+    ranks_committed: Count
+    ranks_expected: Count
+    committed_at: Moment
+
+
+class DaemonStatus(_File):
+    """The daemon itself."""
+
+    pid: Count
+    pid_start: Count
+    version: str
+    protocol: Count
+    socket: str
+    state: DaemonState
+    started_at: Moment
+    heartbeat_at: Moment
+
+
+class QueueStatus(_File):
+    """What waits, in the daemon and in the trainers."""
+
+    depth: Count
+    capacity: Count
+    bytes: Count
+    on_full: str
+    blocked_seconds: float
+
+
+WritePhase = Literal["writing", "syncing", "renaming", "pruning"]
+
+
+class WritingStatus(_File):
+    """A snapshot that is being written."""
+
+    snapshot_id: str
+    kind: Kind
+    step: Count
+    epoch: Count
+    stage: Count
+    tp_rank: Count
+    phase: WritePhase
+    bytes_done: Count
+    bytes_total: Count
+    bytes_per_second: float | None
+    eta_seconds: float | None
+
+
+class PendingStatus(_File):
+    """A snapshot that waits for its turn."""
+
+    snapshot_id: str
+    kind: Kind
+    step: Count
+    epoch: Count
+    stage: Count
+    tp_rank: Count
+    bytes_total: Count
+    submitted_at: Moment
+
+
+class HeldBack(_File):
+    """A peer that keeps us from deleting: it is ``behind`` saves behind."""
+
+    stage: Count
+    tp_rank: Count
+    behind: Count
+
+
+class ShardStatus(_File):
+    """The history of one (kind, stage, tp rank)."""
+
+    kind: Kind
+    stage: Count
+    tp_rank: Count
+    last_submitted: CheckpointRef | None
+    last_committed: CommittedRef | None
+    kept: list[CheckpointRef]
+    held_back_by: list[HeldBack]
+    consecutive_failures: Count
+    last_error: str | None
+
+
+class Totals(_File):
+    """Counts since the daemon started."""
+
+    submitted: Count = 0
+    committed: Count = 0
+    failed: Count = 0
+    retried: Count = 0
+    skipped: Count = 0
+    superseded: Count = 0
+    pruned: Count = 0
+    bytes_written: Count = 0
+
+
+class StorageStatus(_File):
+    """The filesystem under the root."""
+
+    free_bytes: Count
+    total_bytes: Count
+    checkpoints_left: Count | None
+
+
+class ErrorEntry(_File):
+    """One failure, as a person should read it."""
+
+    at: Moment
+    code: str | None
+    message: str
+    hint: str | None
+    step: Count | None
+    stage: Count | None
+    tp_rank: Count | None
+
+
+class ServiceStatus(_File):
+    """The status file of one host: what is queued, being written, safe, and failed."""
+
+    schema_version: Size = SCHEMA_VERSION
+    host: str
+    root: str
+    run_id: str | None
+    attempt: Count | None
+    daemon: DaemonStatus
+    queue: QueueStatus
+    writing: list[WritingStatus]
+    pending: list[PendingStatus]
+    shards: list[ShardStatus]
+    last_complete: CompleteRef | None
+    totals: Totals
+    storage: StorageStatus | None
+    errors: list[ErrorEntry]
+
+
+# --- messages: trainer to daemon --------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    """The first message of a client. ``role`` "tool" only asks; "trainer" keeps the daemon alive."""
+
+    type: Literal["hello"] = "hello"
+    protocol: int = PROTOCOL
+    version: str
+    role: Literal["trainer", "tool"]
+    pid: Count
+    root: str
+    postfix: str | None
+    run_id: str | None = None
+    attempt: Count = 0
+    stage: Count = 0
+    tp_rank: Count = 0
+    slots: Size = 1
+
+
+class Retention(_Message):
+    """The retention policy of a trainer, as it travels with every offer."""
+
+    keep_last: Size = 2
+    keep_every: Size | None = None
+
+
+class Offer(_Message):
+    """A snapshot, with two descriptors: the sealed memory of its image, and its final directory.
+
+    ``directory`` is the absolute path for people to read; the daemon works relative to the descriptor. ``umask`` is the
+    trainer's, so that the file gets the mode that the trainer would have given it.
+    """
+
+    type: Literal["offer"] = "offer"
+    manifest: ShardManifest
+    directory: str
+    umask: Count
+    retention: Retention
+
+
+class Settle(_Message):
+    """Ask to be told when nothing of older attempts of this shard is pending. ``cancel``: do not wait, drop it."""
+
+    type: Literal["settle"] = "settle"
+    attempt: Count
+    stage: Count
+    tp_rank: Count
+    cancel: bool = False
+
+
+class Goodbye(_Message):
+    """A clean close: this client needs the daemon no longer, once all is written."""
+
+    type: Literal["goodbye"] = "goodbye"
+
+
+# --- messages: daemon to trainer --------------------------------------------------------------------------------------
+
+
+class Welcome(_Message):
+    """The answer to a hello."""
+
+    type: Literal["welcome"] = "welcome"
+    protocol: int = PROTOCOL
+    version: str
+    pid: Count
+    host: str
+
+
+class Refused(_Message):
+    """The hello or the offer (``snapshot_id``) is not taken. ``retryable``: offering it again may succeed."""
+
+    type: Literal["refused"] = "refused"
+    snapshot_id: str | None = None
+    message: str
+    retryable: bool = False
+
+
+class Accepted(_Message):
+    """The daemon holds the snapshot: it survives the trainer."""
+
+    type: Literal["accepted"] = "accepted"
+    snapshot_id: str
+
+
+class Progress(_Message):
+    """Some bytes of a snapshot went to the disk, or its phase changed."""
+
+    type: Literal["progress"] = "progress"
+    snapshot_id: str
+    phase: str
+    bytes_done: Count
+
+
+class Committed(_Message):
+    """The snapshot is durable under its final name."""
+
+    type: Literal["committed"] = "committed"
+    snapshot_id: str
+    path: str
+    seconds: float
+
+
+FailureReason = Literal["error", "superseded", "cancelled"]
+
+
+class Failed(_Message):
+    """The snapshot did not become a checkpoint and will not be tried again."""
+
+    type: Literal["failed"] = "failed"
+    snapshot_id: str
+    reason: FailureReason
+    message: str
+    code: str | None = None
+    hint: str | None = None
+
+
+class Settled(_Message):
+    """The answer to a settle, repeated while ``pending`` snapshots remain; ``bytes_done`` moves as they are written."""
+
+    type: Literal["settled"] = "settled"
+    pending: Count
+    bytes_done: Count
+
+
+ClientMessage = Hello | Offer | Settle | Goodbye
+DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Settled
+
+client_messages: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="type")])
+daemon_messages: TypeAdapter[DaemonMessage] = TypeAdapter(Annotated[DaemonMessage, Field(discriminator="type")])

@@ -1,0 +1,160 @@
+"""A run directory to names and manifests: one read of each file's head, nothing else. Shell.
+
+Reading is all that happens here; a file that vanishes between the listing and the read was pruned and is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from ckpt_service import image, naming
+from ckpt_service.catalog import Catalog, Evidence, Shard, build
+from ckpt_service.errors import DamagedCheckpoint
+from ckpt_service.naming import ShardName
+from ckpt_service.records import FORMAT_VERSION, Attempt, ServiceStatus, ShardManifest
+
+_ZIP_MAGIC = b"PK\3\4"
+_PICKLE_MAGIC = b"\x80"
+
+
+def parse_manifest(head: bytes | memoryview) -> ShardManifest | None:
+    """Return the manifest in the first ``image.MANIFEST_END`` bytes of a file, None if it has none.
+
+    Raises:
+        DamagedCheckpoint: there is one, and it cannot be read or is of a newer format.
+    """
+    content = image.manifest_json(head)
+    if content is None:
+        return None
+    try:
+        values = json.loads(content)
+        found = values.get("format_version")
+        if isinstance(found, int) and found > FORMAT_VERSION:
+            raise DamagedCheckpoint(
+                f"its format version is {found}, and this release reads up to {FORMAT_VERSION}",
+                hint="upgrade ckpt-service to read it",
+            )
+        return ShardManifest.model_validate(values)
+    except (ValueError, AttributeError, ValidationError) as error:
+        raise DamagedCheckpoint(f"its manifest cannot be read: {error}") from error
+
+
+def inspect(path: str, name: ShardName, stage: int) -> Shard | None:
+    """Return what the file at ``path`` is, judged by its name, head and size; None if it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Shard(path, name, stage, 0, 0.0, problem=f"cannot be opened: {error.strerror}")
+    try:
+        found = os.fstat(fd)
+        head = os.pread(fd, image.MANIFEST_END, 0)
+    except OSError as error:
+        return Shard(path, name, stage, 0, 0.0, problem=f"cannot be read: {error.strerror}")
+    finally:
+        os.close(fd)
+    try:
+        manifest = parse_manifest(head)
+    except DamagedCheckpoint as error:
+        return Shard(path, name, stage, found.st_size, found.st_mtime, problem=str(error))
+    problem = _problem(head, manifest, name, stage, found.st_size)
+    return Shard(path, name, stage, found.st_size, found.st_mtime, manifest, problem)
+
+
+def _problem(head: bytes, manifest: ShardManifest | None, name: ShardName, stage: int, size: int) -> str | None:
+    if manifest is None:
+        known = head.startswith((_ZIP_MAGIC, _PICKLE_MAGIC))
+        return None if known else f"it is not a checkpoint ({size} bytes)"
+    if size != manifest.bytes:
+        return f"it has {size} bytes instead of {manifest.bytes}"
+    said = (manifest.kind, manifest.stage, manifest.tp_rank)
+    if said != (name.kind, stage, name.tp_rank or 0):
+        return f"its manifest says kind, stage, tp rank {said}, and its place {(name.kind, stage, name.tp_rank or 0)}"
+    if name.kind != "hf" and (manifest.step, manifest.epoch) != (name.step, name.epoch):
+        return f"its manifest says step {manifest.step} epoch {manifest.epoch}, and its name otherwise"
+    return None
+
+
+def scan_directory(path: str, stage: int) -> Iterator[Shard]:
+    """Yield the shards in one directory, set-aside ones included."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in names:
+        name = naming.parse_shard(naming.parse_kept(entry) or entry)
+        if name is None:
+            continue
+        shard = inspect(os.path.join(path, entry), name, stage if name.stage is None else name.stage)
+        if shard is not None:
+            yield shard
+
+
+def stage_directories(root: str, postfix: str | None) -> dict[int, str]:
+    """Return the stage directories of a run, by stage."""
+    try:
+        names = os.listdir(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    stages = {naming.parse_stage_directory(name, postfix): os.path.join(root, name) for name in names}
+    return {stage: path for stage, path in sorted(stages.items(), key=lambda item: item[1]) if stage is not None}
+
+
+def scan_run(root: str, postfix: str | None) -> list[Shard]:
+    """Return all training shards of a run."""
+    return [shard for stage, path in stage_directories(root, postfix).items() for shard in scan_directory(path, stage)]
+
+
+def load_attempts(root: str, postfix: str | None) -> list[Attempt]:
+    """Return the records of all starts, oldest first; unreadable ones are left out, their files still count."""
+    directory = os.path.join(root, naming.service_directory(postfix), naming.ATTEMPTS)
+    attempts = []
+    for name in _listed(directory):
+        if naming.parse_attempt_file(name) is None:
+            continue
+        try:
+            with open(os.path.join(directory, name), "rb") as file:
+                attempts.append(Attempt.model_validate_json(file.read()))
+        except (OSError, ValidationError):
+            continue
+    return sorted(attempts, key=lambda attempt: attempt.n)
+
+
+def load_pins(root: str, postfix: str | None) -> frozenset[tuple[int, int]]:
+    """Return (attempt, sequence) of the pinned checkpoints."""
+    names = _listed(os.path.join(root, naming.service_directory(postfix), naming.PINS))
+    return frozenset(pin for name in names if (pin := naming.parse_pin_file(name)) is not None)
+
+
+def load_catalog(root: str, postfix: str | None) -> Catalog:
+    """Derive the catalog of a run from its files alone."""
+    attempts = load_attempts(root, postfix)
+    slots = attempts[-1].slots if attempts else 2
+    return build(Evidence(scan_run(root, postfix), attempts, load_pins(root, postfix), slots=slots))
+
+
+def load_statuses(root: str, postfix: str | None) -> list[ServiceStatus]:
+    """Return the status documents of all hosts; one that cannot be read is left out."""
+    directory = os.path.join(root, naming.service_directory(postfix))
+    statuses = []
+    for name in sorted(_listed(directory)):
+        if naming.parse_status_file(name) is None:
+            continue
+        try:
+            with open(os.path.join(directory, name), "rb") as file:
+                statuses.append(ServiceStatus.model_validate_json(file.read()))
+        except (OSError, ValidationError):
+            continue
+    return statuses
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,0 +1,480 @@
+"""The daemon: one per run directory and host. Shell.
+
+Takes snapshots over a Unix socket, gives every event to the :class:`~ckpt_service.jobs.JobBook` and carries out what it
+answers. All state lives on the event loop; whatever may block (checking an image, writing, deleting, the status file)
+runs on threads and comes back as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from ckpt_service import __version__, intake, jobs, ownership, records, status
+from ckpt_service.config import ServiceConfig
+from ckpt_service.connection import Connection, peer_uid
+from ckpt_service.errors import CkptError, ProtocolError, SnapshotSuperseded
+from ckpt_service.intake import Held
+from ckpt_service.jobs import ACTIVE, JobBook, JobKey, Phase
+from ckpt_service.ledger import Ledger
+from ckpt_service.prune import Retained, retain
+from ckpt_service.records import (
+    PROTOCOL,
+    ClientMessage,
+    DaemonState,
+    DaemonStatus,
+    Hello,
+    Offer,
+    QueueStatus,
+    Refused,
+    ServiceStatus,
+    Settle,
+    Totals,
+)
+from ckpt_service.scan import load_catalog
+from ckpt_service.status import Publisher
+from ckpt_service.writer import CommitResult, RateLimit, Stopped, Watcher, WriteOptions, commit, sweep
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class ServerPaths:
+    """The names that a server works under; all absolute. ``postfix`` is None for the run without one."""
+
+    root: str
+    postfix: str | None
+    host: str
+    socket: str
+    status: list[str]
+
+
+@dataclass
+class Client:
+    """A connected client and what it said of itself."""
+
+    connection: Connection
+    hello: Hello | None = None
+    left_cleanly: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether it keeps the daemon alive."""
+        return self.hello is not None and self.hello.role == "trainer"
+
+
+class Server:
+    """Serves one run directory. ``stays``: do not leave when no client needs the daemon any more."""
+
+    def __init__(self, paths: ServerPaths, config: ServiceConfig, *, stays: bool) -> None:
+        self._paths = paths
+        self._config = config
+        self._stays = stays
+        self._book = JobBook(config.shards_at_once, config.max_tries, config.orphan_seconds)
+        self._held: dict[JobKey, Held] = {}
+        self._fates: dict[JobKey, CkptError] = {}
+        self._clients: dict[int, Client] = {}
+        self._swept: set[tuple[int, int]] = set()
+        self._ledger = Ledger()
+        self._publisher = Publisher(paths.status, self._status, config.heartbeat_seconds)
+        self._commits = ThreadPoolExecutor(config.shards_at_once, "ckpt-commit")
+        self._options = WriteOptions(
+            config.writer_threads, config.chunk_bytes, config.direct_io, RateLimit(config.rate_limit_bytes_per_second)
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = iter(range(1, 1 << 62))
+        self._state: DaemonState = "starting"
+        self._started_at = datetime.now(timezone.utc)
+        self._needed_until = time.monotonic() + config.start_seconds
+        self._drain_until: float | None = None
+        self._wake = asyncio.Event()
+
+    async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
+        """Serve until nobody needs the daemon or a signal ends it; return the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self._drain, number)
+        self._state = "recovering"
+        await asyncio.to_thread(self._look_around)
+        self._state = "idle"
+        await self._publisher.publish(self._config.notice_seconds)
+        accepting = asyncio.create_task(self._accept(listener))
+        publishing = asyncio.create_task(self._publisher.run())
+        ready()
+        log.info("serving %s", self._paths.root)
+        try:
+            await self._until_unneeded()
+        finally:
+            accepting.cancel()
+            publishing.cancel()
+        return await self._leave(listener)
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                log.error("a client could not be accepted: %s", error)
+                await asyncio.sleep(1)  # out of descriptors: trying again at once would only spin
+                continue
+            if peer_uid(sock) != os.getuid():
+                log.warning("refused a client of user %d", peer_uid(sock))
+                sock.close()
+                continue
+            self._spawn(self._serve(Connection(next(self._numbers), sock)))
+
+    async def _serve(self, connection: Connection) -> None:
+        client = Client(connection)
+        self._clients[connection.number] = client
+        try:
+            async for message, descriptors in connection.messages():
+                await self._on_message(client, message, descriptors)
+        except ProtocolError as error:
+            log.warning("client %d: %s", connection.number, error)
+            connection.send(Refused(message=str(error)))
+        finally:
+            await connection.close()
+            del self._clients[connection.number]
+            self._handle(jobs.ClientGone(connection.number, time.monotonic()))
+            self._client_left(client)
+
+    def _client_left(self, client: Client) -> None:
+        if client.trains and not client.left_cleanly:
+            log.warning("the trainer of pid %d left without a goodbye", client.hello.pid if client.hello else 0)
+            self._needed_until = time.monotonic() + self._config.linger_seconds
+        self._wake.set()
+
+    async def _on_message(self, client: Client, message: ClientMessage, descriptors: list[int]) -> None:
+        match message:
+            case Offer() if client.trains:
+                await self._on_offer(client, message, descriptors)
+                return
+            case _:
+                intake.close_all(descriptors)
+        match message:
+            case Hello():
+                self._on_hello(client, message)
+            case Settle() if client.trains:
+                self._spawn(self._settle(client, message))
+            case records.Goodbye():
+                client.left_cleanly = True
+                if client.trains:
+                    self._needed_until = time.monotonic()
+            case _:
+                raise ProtocolError("a trainer says hello first")
+
+    def _on_hello(self, client: Client, hello: Hello) -> None:
+        mine = (self._paths.root, self._paths.postfix)
+        if hello.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"this daemon ({__version__}) speaks protocol {PROTOCOL}, and {hello.version} speaks {hello.protocol}",
+                hint="stop the daemon, and use one release of ckpt-service on both sides",
+            )
+        if (hello.root, hello.postfix) != mine:
+            raise ProtocolError(f"this daemon serves {mine}, and the client asks for {(hello.root, hello.postfix)}")
+        client.hello = hello
+        if client.trains:
+            self._needed_until = float("inf")
+        client.connection.send(records.Welcome(version=__version__, pid=os.getpid(), host=self._paths.host))
+        self._publisher.changed()
+
+    async def _on_offer(self, client: Client, offer: Offer, descriptors: list[int]) -> None:
+        hello = client.hello
+        assert hello is not None
+        snapshot_id = offer.manifest.snapshot_id
+        if (offer.manifest.run_id, offer.manifest.attempt) != (hello.run_id, hello.attempt):
+            intake.close_all(descriptors)
+            client.connection.send(Refused(snapshot_id=snapshot_id, message="it is of another run or attempt"))
+            return
+        try:
+            held = await asyncio.to_thread(intake.take, offer, descriptors)
+        except ProtocolError as error:
+            self._ledger.complain(error, datetime.now(timezone.utc), offer.manifest)
+            client.connection.send(Refused(snapshot_id=snapshot_id, message=str(error)))
+            return
+        if held.key in self._held:
+            held.release()  # it is the same memory, which we hold already
+        else:
+            self._held[held.key] = held
+            self._ledger.submitted(offer.manifest)
+        self._handle(jobs.Offered(held.key, offer.manifest.bytes, client.connection.number))
+
+    async def _settle(self, client: Client, settle: Settle) -> None:
+        """Tell the client how much older attempts of its shard have to write yet, until that is nothing."""
+        while True:
+            older = self._book.left_by_older(settle.stage, settle.tp_rank, settle.attempt)
+            done = sum(self._held[job.key].bytes_done for job in older)
+            client.connection.send(records.Settled(pending=len(older), bytes_done=done))
+            if not older or client.connection.number not in self._clients:
+                return
+            if settle.cancel:
+                for job in older:
+                    self._handle(jobs.Cancelled(job.key))
+            await asyncio.sleep(_PROGRESS_SECONDS)
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: jobs.Event) -> None:
+        for instruction in self._book.handle(event):
+            self._carry_out(instruction)
+        self._book.check()
+        self._publisher.changed()
+        self._wake.set()
+
+    def _carry_out(self, instruction: jobs.Instruction) -> None:
+        match instruction:
+            case jobs.Accept(key, client):
+                self._tell(client, records.Accepted(snapshot_id=self._snapshot_id(key)))
+            case jobs.Start(key):
+                self._spawn(self._commit(self._held[key]))
+            case jobs.Abort(key):
+                self._held[key].stop.set()
+            case jobs.Pause(key, seconds):
+                asyncio.get_running_loop().call_later(seconds, self._retry, key)
+            case jobs.Prune(key):
+                self._spawn(self._prune(self._held[key]))
+            case jobs.Report(key, client, phase):
+                self._report(key, client, phase)
+            case jobs.Forget(key):
+                self._held.pop(key).release()
+
+    def _retry(self, key: JobKey) -> None:
+        if key in self._book.jobs and self._book.jobs[key].phase is Phase.WAITING:
+            self._handle(jobs.RetryDue(key))
+
+    def _report(self, key: JobKey, client: int | None, phase: Phase) -> None:
+        held = self._held[key]
+        snapshot_id = self._snapshot_id(key)
+        if phase is Phase.COMMITTED:
+            seconds = time.monotonic() - held.submitted_at
+            self._tell(client, records.Committed(snapshot_id=snapshot_id, path=held.path, seconds=seconds))
+            return
+        error = self._fates.pop(key, None)
+        reason: records.FailureReason = "cancelled" if phase is Phase.CANCELLED else "error"
+        if isinstance(error, SnapshotSuperseded):
+            reason = "superseded"
+        message = str(error.args[0]) if error else "a newer attempt has started"
+        code, hint = (error.code, error.hint) if error else (None, None)
+        self._tell(
+            client, records.Failed(snapshot_id=snapshot_id, reason=reason, message=message, code=code, hint=hint)
+        )
+
+    def _tell(self, client: int | None, message: records.DaemonMessage) -> None:
+        if client in self._clients:
+            self._clients[client].connection.send(message)
+
+    def _snapshot_id(self, key: JobKey) -> str:
+        return self._held[key].offer.manifest.snapshot_id
+
+    async def _commit(self, held: Held) -> None:
+        loop = asyncio.get_running_loop()
+        held.bytes_done, held.write_began_at = 0, time.monotonic()
+
+        def post(event: jobs.Event) -> None:
+            loop.call_soon_threadsafe(self._handle, event)
+
+        def wrote(nbytes: int) -> None:
+            loop.call_soon_threadsafe(self._on_bytes, held, nbytes)
+
+        watcher = Watcher(wrote, lambda: post(jobs.Synced(held.key)), lambda: post(jobs.Renaming(held.key)), held.stop)
+        try:
+            result = await loop.run_in_executor(self._commits, functools.partial(self._write, held, watcher))
+        except Stopped:
+            self._handle(jobs.Broke(held.key, retryable=False, at=time.monotonic()))
+        except CkptError as error:
+            self._on_broken(held, error)
+        else:
+            self._on_committed(held, result)
+
+    def _write(self, held: Held, watcher: Watcher) -> CommitResult:
+        """On a commit thread: sweep the directory once, then commit."""
+        found = os.fstat(held.directory.fd)
+        if (found.st_dev, found.st_ino) not in self._swept:
+            self._swept.add((found.st_dev, found.st_ino))
+            with contextlib.suppress(OSError):  # litter costs space only
+                sweep(held.directory, lambda name: name.host == self._paths.host)
+        return commit(
+            held.snapshot,
+            held.directory,
+            mode=0o666 & ~held.offer.umask,
+            host=self._paths.host,
+            token=secrets.token_hex(4),
+            options=self._options,
+            watcher=watcher,
+        )
+
+    def _on_bytes(self, held: Held, nbytes: int) -> None:
+        held.bytes_done += nbytes
+        job = self._book.jobs.get(held.key)
+        if job is not None:
+            self._tell(
+                job.client,
+                records.Progress(
+                    snapshot_id=held.offer.manifest.snapshot_id, phase=job.phase.value, bytes_done=held.bytes_done
+                ),
+            )
+        self._publisher.changed()
+
+    def _on_broken(self, held: Held, error: CkptError) -> None:
+        before = self._book.jobs[held.key].tries
+        self._fates[held.key] = error
+        self._handle(jobs.Broke(held.key, error.retryable, time.monotonic()))
+        final = held.key not in self._book.jobs
+        if isinstance(error, SnapshotSuperseded):
+            self._ledger.counts["superseded"] += 1
+        else:
+            self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=final)
+        log.warning("step %d, try %d: %s", held.offer.manifest.step, before + 1, error)
+
+    def _on_committed(self, held: Held, result: CommitResult) -> None:
+        now = datetime.now(timezone.utc)
+        seconds = time.monotonic() - held.submitted_at
+        self._ledger.committed(held.offer.manifest, path=held.path, at=now, seconds=seconds, written=result.written)
+        log.info("committed %s in %.2f s (%s)", held.path, seconds, "direct" if result.direct else "buffered")
+        self._handle(jobs.Landed(held.key))
+
+    async def _prune(self, held: Held) -> None:
+        """Publish that the newer file is safe, then delete what is too old. Neither failing undoes the commit."""
+        await self._publisher.publish(self._config.notice_seconds)
+        try:
+            offer = held.offer
+            retained = await asyncio.to_thread(
+                retain, self._paths.root, self._paths.postfix, offer.manifest, held.directory, offer.retention
+            )
+        except OSError as error:
+            self._ledger.complain(CkptError(f"retention failed: {error}", op="prune"), datetime.now(timezone.utc))
+        else:
+            self._on_retained(held, retained)
+        self._handle(jobs.Pruned(held.key))
+
+    def _on_retained(self, held: Held, retained: Retained) -> None:
+        self._ledger.seen(retained.catalog)
+        self._ledger.retained(held.offer.manifest, retained.plan, retained.deleted)
+        for error in retained.errors:
+            self._ledger.complain(error, datetime.now(timezone.utc), held.offer.manifest)
+
+    # --- the life of the daemon ---------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        self._ledger.seen(load_catalog(self._paths.root, self._paths.postfix))
+
+    def _drain(self, number: int) -> None:
+        if self._drain_until is None:
+            log.info("%s: finishing what is here, then leaving", signal.Signals(number).name)
+            self._drain_until = time.monotonic() + self._config.grace_seconds
+            self._wake.set()
+
+    async def _until_unneeded(self) -> None:
+        while (wait := self._seconds_needed()) > 0:
+            self._wake.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), min(wait, 3600))
+
+    def _seconds_needed(self) -> float:
+        """Return how long the daemon is needed at least, as far as can be known now."""
+        now = time.monotonic()
+        trainers = any(client.trains and not client.left_cleanly for client in self._clients.values())
+        if self._drain_until is not None:
+            return self._drain_until - now if self._book.jobs or trainers else 0
+        if self._stays or trainers or self._book.jobs:
+            return float("inf")
+        return self._needed_until - now
+
+    async def _leave(self, listener: socket.socket) -> int:
+        """Close the door, name what is lost, and say goodbye to the world."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._paths.socket)
+        listener.close()
+        lost = sorted(self._book.jobs)
+        for key in lost:
+            held = self._held[key]
+            held.stop.set()
+            error = CkptError(
+                f"step {held.offer.manifest.step} was not written before the daemon had to leave",
+                op="drain",
+                hint="a trainer that is alive hands it over again",
+            )
+            self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=True)
+        for client in list(self._clients.values()):
+            await client.connection.close()
+        self._state = "stopped"
+        await self._publisher.publish(self._config.notice_seconds)
+        log.info("left, with %d snapshots not written", len(lost))
+        return 1 if lost else 0
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("a bug: the daemon cannot go on", exc_info=error)
+            os.kill(os.getpid(), signal.SIGABRT)  # clients notice, start another daemon and hand over again
+
+    # --- status -------------------------------------------------------------------------------------------------------
+
+    def _status(self) -> ServiceStatus:
+        now = time.monotonic()
+        active = [job for job in self._book.jobs.values() if job.phase in ACTIVE]
+        waiting = [job for job in self._book.jobs.values() if job.phase not in ACTIVE]
+        hellos = [client.hello for client in self._clients.values() if client.hello is not None and client.trains]
+        shards = self._ledger.shard_statuses()
+        return ServiceStatus(
+            host=self._paths.host,
+            root=self._paths.root,
+            run_id=next((hello.run_id for hello in hellos), None),
+            attempt=max((hello.attempt for hello in hellos), default=None),
+            daemon=DaemonStatus(
+                pid=os.getpid(),
+                pid_start=ownership.pid_start(os.getpid()) or 0,
+                version=__version__,
+                protocol=PROTOCOL,
+                socket=self._paths.socket,
+                state=self._daemon_state(bool(active)),
+                started_at=self._started_at,
+                heartbeat_at=datetime.now(timezone.utc),
+            ),
+            queue=QueueStatus(
+                depth=len(waiting),
+                capacity=sum(hello.slots for hello in hellos),
+                bytes=sum(job.nbytes for job in waiting),
+                on_full="block",
+                blocked_seconds=0.0,
+            ),
+            writing=[status.writing(job, self._held[job.key], now) for job in active],
+            pending=[status.pending(self._held[job.key]) for job in sorted(waiting, key=lambda job: job.key)],
+            shards=shards,
+            last_complete=self._ledger.last_complete,
+            totals=Totals(**self._ledger.counts),
+            storage=status.storage(
+                self._paths.root, [shard.last_committed.bytes for shard in shards if shard.last_committed]
+            ),
+            errors=list(self._ledger.errors),
+        )
+
+    def _daemon_state(self, active: bool) -> DaemonState:
+        if self._state in ("starting", "recovering", "stopped"):
+            return self._state
+        if self._drain_until is not None:
+            return "draining"
+        if self._ledger.failed_since_commit:
+            return "degraded"
+        return "writing" if active else "idle"

@@ -1,0 +1,142 @@
+"""The status file: built from what the daemon knows, published at every change and as a heartbeat. Shell.
+
+The file is replaced as a whole, at most five times a second, and every second when nothing changes. A copy lies beside
+the socket, so that the status can be read while the disk hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+from ckpt_service.intake import Held
+from ckpt_service.jobs import Job
+from ckpt_service.records import (
+    PendingStatus,
+    ServiceStatus,
+    StorageStatus,
+    WritePhase,
+    WritingStatus,
+)
+from ckpt_service.storage import write_small
+
+_MIN_INTERVAL_SECONDS = 0.2
+
+log = logging.getLogger(__name__)
+
+
+def writing(job: Job, held: Held, now: float) -> WritingStatus:
+    """Describe a snapshot that is being written; ``now`` is a monotonic time in seconds."""
+    manifest = held.offer.manifest
+    elapsed = now - (held.write_began_at or now)
+    rate = held.bytes_done / elapsed if elapsed > 0 and held.bytes_done else None
+    return WritingStatus(
+        snapshot_id=manifest.snapshot_id,
+        kind=manifest.kind,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        stage=manifest.stage,
+        tp_rank=manifest.tp_rank,
+        phase=cast(WritePhase, job.phase.value),
+        bytes_done=held.bytes_done,
+        bytes_total=manifest.bytes,
+        bytes_per_second=rate,
+        eta_seconds=(manifest.bytes - held.bytes_done) / rate if rate else None,
+    )
+
+
+def pending(held: Held) -> PendingStatus:
+    """Describe a snapshot that waits for its turn, or for its next try."""
+    manifest = held.offer.manifest
+    return PendingStatus(
+        snapshot_id=manifest.snapshot_id,
+        kind=manifest.kind,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        stage=manifest.stage,
+        tp_rank=manifest.tp_rank,
+        bytes_total=manifest.bytes,
+        submitted_at=held.accepted_at,
+    )
+
+
+def storage(root: str, shard_bytes: Iterable[int]) -> StorageStatus | None:
+    """Describe the filesystem under ``root``; ``shard_bytes`` are the sizes of one checkpoint's shards of this host."""
+    try:
+        found = os.statvfs(root)
+    except OSError:
+        return None
+    free = found.f_bavail * found.f_frsize
+    needed = sum(shard_bytes)
+    return StorageStatus(
+        free_bytes=free,
+        total_bytes=found.f_blocks * found.f_frsize,
+        checkpoints_left=free // needed if needed else None,
+    )
+
+
+class _Place:
+    """One file that the status is published in: at most one write under way, and one that waits for it."""
+
+    def __init__(self, path: str, build: Callable[[], ServiceStatus]) -> None:
+        self._path = path
+        self._build = build
+        self._executor = ThreadPoolExecutor(1, "ckpt-status")
+        self._running: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+
+    def request(self) -> asyncio.Task[None]:
+        """Return a task that ends when a status of now, or of later, was written."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._write())
+            return self._running
+        if self._next is None:
+            self._next = asyncio.create_task(self._write_after(self._running))
+        return self._next
+
+    async def _write_after(self, before: asyncio.Task[None]) -> None:
+        await asyncio.wait([before])
+        self._running, self._next = self._next, None
+        await self._write()
+
+    async def _write(self) -> None:
+        content = self._build().model_dump_json(indent=1).encode() + b"\n"
+        mine = asyncio.current_task()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, write_small, self._path, content)
+        except OSError as error:
+            log.warning("the status could not be written to %s: %s", self._path, error)
+        finally:
+            if self._running is mine:
+                self._running = None
+
+
+class Publisher:
+    """Publishes the status in every place. A disk that hangs delays only its own place."""
+
+    def __init__(self, paths: list[str], build: Callable[[], ServiceStatus], heartbeat_seconds: float) -> None:
+        self._heartbeat_seconds = max(heartbeat_seconds, _MIN_INTERVAL_SECONDS)
+        self._changed = asyncio.Event()
+        self._places = [_Place(path, build) for path in paths]
+
+    def changed(self) -> None:
+        """Ask for a publish soon."""
+        self._changed.set()
+
+    async def publish(self, patience_seconds: float) -> None:
+        """Write the status of this moment to every place; wait for that, for a bounded time."""
+        await asyncio.wait([place.request() for place in self._places], timeout=patience_seconds)
+
+    async def run(self) -> None:
+        """Publish at every change and at every heartbeat, until cancelled."""
+        while True:
+            self._changed.clear()
+            await self.publish(self._heartbeat_seconds)
+            await asyncio.sleep(_MIN_INTERVAL_SECONDS)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._heartbeat_seconds - _MIN_INTERVAL_SECONDS)

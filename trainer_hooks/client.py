@@ -1,0 +1,288 @@
+"""The trainer's side of the socket: hands snapshots over, follows their fate, and outlives the daemon. Shell.
+
+One thread owns the connection. A snapshot stays here, with the memory that it lies in, until it is committed or has
+failed; so when the daemon dies, another one is found or started and everything pending is handed over again, in order.
+Nothing here ever raises into training: the fate of a snapshot goes to its ticket.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_service import wire
+from ckpt_service.config import ServiceConfig
+from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable, SnapshotSuperseded
+from ckpt_service.records import (
+    Accepted,
+    Committed,
+    DaemonMessage,
+    Failed,
+    Goodbye,
+    Hello,
+    Offer,
+    Progress,
+    Refused,
+    Settle,
+    Settled,
+)
+from ckpt_service.storage import LocalDirectory
+from trainer_hooks.launch import Channel, Service, connect
+from trainer_hooks.tickets import SaveTicket
+
+_RECONNECT_PAUSE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A snapshot that is not safe yet. ``memory`` is the descriptor of its slot; ``done`` gives the slot back."""
+
+    offer: Offer
+    memory: int
+    ticket: SaveTicket
+    done: Callable[[], None]
+
+
+class ServiceClient:
+    """The connection of one trainer process to its daemon."""
+
+    def __init__(self, service: Service, hello: Hello, config: ServiceConfig) -> None:
+        self._service = service
+        self._hello = hello
+        self._config = config
+        self._channel: Channel | None = None
+        self._pending: dict[str, Pending] = {}
+        self._outbox: deque[Pending | Settle | Goodbye] = deque()
+        self._changed = threading.Condition()
+        self._progress_at = time.monotonic()
+        self._settled: Settled | None = None
+        self._closing = False
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="ckpt-client", daemon=True)
+        _clients.add(self)
+
+    def start(self) -> None:
+        """Connect, starting a daemon if need be; raises ``ServiceUnavailable``."""
+        self._channel = connect(self._service, self._hello, self._config)
+        self._thread.start()
+
+    def submit(self, pending: Pending) -> None:
+        """Hand a snapshot over; returns at once."""
+        with self._changed:
+            if not self._pending:
+                self._progress_at = time.monotonic()
+            self._pending[pending.offer.manifest.snapshot_id] = pending
+        self._post(pending)
+
+    def is_stalled(self, since: float) -> bool:
+        """Return whether nothing has moved for ``stall_seconds``, counted from ``since`` at the earliest."""
+        return time.monotonic() - max(self._progress_at, since) > self._config.stall_seconds
+
+    def wait_idle(self, timeout: float | None) -> None:
+        """Wait until nothing is pending.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds are over.
+            SaveFailed: nothing has moved for ``stall_seconds``; names what is not safe.
+        """
+        began = time.monotonic()
+        with self._changed:
+            while self._pending:
+                names = ", ".join(str(p.offer.manifest.step) for p in self._pending.values())
+                if timeout is not None and time.monotonic() - began >= timeout:
+                    raise TimeoutError(f"not committed after {timeout} s: step {names}")
+                if self.is_stalled(began):
+                    raise SaveFailed(
+                        f"the daemon has not moved for {self._config.stall_seconds} s; not committed: step {names}",
+                        op="drain",
+                        hint="look at the status file and the daemon's log",
+                    )
+                self._changed.wait(0.1)
+
+    def settle(self) -> bool:
+        """Wait until nothing of older attempts is pending for this shard; True when that is so.
+
+        After ``resume_wait_seconds`` without progress the rest is cancelled, which returns False.
+        """
+        request = Settle(attempt=self._hello.attempt, stage=self._hello.stage, tp_rank=self._hello.tp_rank)
+        if self._settles_within(request):
+            return True
+        self._settles_within(request.model_copy(update={"cancel": True}))
+        return False
+
+    def _settles_within(self, request: Settle) -> bool:
+        with self._changed:
+            self._settled = None
+        self._post(request)
+        seen: Settled | None = None
+        moved = time.monotonic()
+        with self._changed:
+            while time.monotonic() - moved < self._config.resume_wait_seconds:
+                if self._settled is not None and self._settled.pending == 0:
+                    return True
+                if self._settled != seen:
+                    seen, moved = self._settled, time.monotonic()
+                self._changed.wait(0.1)
+        return False
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; what is still pending fails."""
+        with self._changed:
+            self._closing = True
+        self._post(Goodbye())
+        if self._thread.ident is not None:
+            self._thread.join(self._config.notice_seconds)
+        for pending in self._take_all():
+            step = pending.offer.manifest.step
+            self._end(pending, SaveFailed(f"step {step} was not committed before the end", op="close", step=step))
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            if self._channel is None and not self._reconnect():
+                break
+            try:
+                if not self._serve():
+                    break
+            except (OSError, CkptError):
+                self._disconnect()
+        self._disconnect()
+        os.close(self._wake_writer)
+        os.close(self._wake_reader)
+
+    def _serve(self) -> bool:
+        """Send what is to be sent and handle what has come; False after the goodbye."""
+        assert self._channel is not None
+        while self._outbox:
+            message = self._outbox.popleft()
+            if isinstance(message, Pending):
+                self._offer(message)
+                continue
+            self._channel.send(wire.encode(message), [])
+            if isinstance(message, Goodbye):
+                return False
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
+        readable = {descriptor for descriptor, _ in poll.poll()}
+        if self._wake_reader in readable:
+            os.read(self._wake_reader, 4096)
+        if self._channel.fileno() in readable:
+            for received in self._channel.receive():
+                self._on_message(received)
+        return True
+
+    def _offer(self, pending: Pending) -> None:
+        assert self._channel is not None
+        try:
+            directory = LocalDirectory.open(pending.offer.directory)
+        except OSError as error:
+            step = pending.offer.manifest.step
+            self._conclude(
+                pending.offer.manifest.snapshot_id,
+                SaveFailed(f"step {step}: {pending.offer.directory} cannot be opened: {error}", op="offer", step=step),
+            )
+            return
+        with directory:
+            self._channel.send(wire.encode(pending.offer, 2), [pending.memory, directory.fd])
+
+    def _reconnect(self) -> bool:
+        """Get a daemon again and hand everything over again; False when this client is closing."""
+        while not self._closing:
+            try:
+                self._channel = connect(self._service, self._hello, self._config)
+            except ServiceUnavailable:
+                time.sleep(_RECONNECT_PAUSE_SECONDS)
+                continue
+            with self._changed:
+                waiting = [message for message in self._outbox if not isinstance(message, Pending)]
+                self._outbox = deque([*self._pending.values(), *waiting])
+            return True
+        return False
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _on_message(self, message: DaemonMessage) -> None:
+        with self._changed:
+            self._progress_at = time.monotonic()
+            if isinstance(message, Settled):
+                self._settled = message
+            self._changed.notify_all()
+        match message:
+            case Accepted(snapshot_id=name) if name in self._pending:
+                accepted = self._pending[name].ticket.accepted
+                if not accepted.done():
+                    accepted.set_result(None)
+            case Committed(snapshot_id=name, path=path):
+                self._conclude(name, Path(path))
+            case Failed():
+                self._conclude(message.snapshot_id, _as_error(message))
+            case Refused(snapshot_id=str(name), message=reason):
+                self._conclude(name, SaveFailed(f"the daemon refused the snapshot: {reason}", op="offer"))
+            case Refused(message=reason):
+                raise SaveFailed(f"the daemon refused: {reason}")
+            case Progress():
+                pass
+
+    def _conclude(self, name: str, outcome: Path | SaveFailed) -> None:
+        with self._changed:
+            pending = self._pending.pop(name, None)
+        if pending is not None:
+            self._end(pending, outcome)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _end(self, pending: Pending, outcome: Path | SaveFailed) -> None:
+        pending.done()
+        if isinstance(outcome, Path):
+            pending.ticket.resolve(outcome)
+        else:
+            pending.ticket.fail(outcome)
+
+    def _take_all(self) -> list[Pending]:
+        with self._changed:
+            pending = list(self._pending.values())
+            self._pending.clear()
+        return pending
+
+    def _post(self, message: Pending | Settle | Goodbye) -> None:
+        self._outbox.append(message)
+        try:
+            os.write(self._wake_writer, b"1")
+        except BlockingIOError:
+            pass  # it has enough reasons to wake up
+        except OSError:
+            if not self._closing:
+                raise
+
+    def _forget_in_child(self) -> None:
+        self._disconnect()
+        self._pending.clear()
+        self._closing = True
+
+
+def _as_error(message: Failed) -> SaveFailed:
+    kind = SnapshotSuperseded if message.reason == "superseded" else SaveFailed
+    return kind(message.message, op="commit", code=message.code, hint=message.hint)
+
+
+_clients: weakref.WeakSet[ServiceClient] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in list(_clients):
+        client._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)

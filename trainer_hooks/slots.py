@@ -1,0 +1,120 @@
+"""The shared memory in which snapshots are made: sealed memfds, used again and again. Shell.
+
+A slot belongs to one snapshot from :meth:`SlotPool.take` until that is committed or has failed; then it is used again.
+It is never truncated: the seals forbid it, so neither side can be hit by a SIGBUS. Memory is bounded by ``count``
+slots.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_service.errors import SaveFailed, from_os_error
+
+_ROUND_BYTES = 2 << 20
+
+
+@dataclass(eq=False)
+class Slot:
+    """Sealed memory of ``nbytes`` bytes; ``fd`` can be handed to the daemon."""
+
+    fd: int
+    nbytes: int
+    mapping: mmap.mmap
+
+    @classmethod
+    def create(cls, nbytes: int) -> Slot:
+        """Allocate memory, not yet touched."""
+        size = nbytes + -nbytes % _ROUND_BYTES
+        fd = os.memfd_create("ckpt-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+        except OSError:
+            os.close(fd)
+            raise
+        mapping.madvise(mmap.MADV_DONTFORK)  # a forked data-loader worker must not keep a whole state alive
+        return cls(fd, size, mapping)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.mapping.close()
+        os.close(self.fd)
+
+
+class SlotPool:
+    """At most ``count`` slots, each as large as the largest state that it held."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free: list[Slot] = []
+        self._busy: list[Slot] = []
+        self._changed = threading.Condition()
+        _pools.add(self)
+
+    def take(self, nbytes: int, keep_waiting: Callable[[], bool]) -> Slot | None:
+        """Return a slot of at least ``nbytes`` for the caller alone.
+
+        While none is free, ``keep_waiting`` is asked every now and then; None when it says no.
+
+        Raises:
+            SaveFailed: the memory could not be had.
+        """
+        with self._changed:
+            while len(self._busy) >= self.count:
+                if not keep_waiting():
+                    return None
+                self._changed.wait(0.1)
+            slot = self._fitting(nbytes)
+            self._busy.append(slot)
+            return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Let a slot be used again."""
+        with self._changed:
+            self._busy.remove(slot)
+            self._free.append(slot)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give all memory back; no slot may be in use by this process any more."""
+        with self._changed:
+            for slot in self._free + self._busy:
+                slot.close()
+            self._free, self._busy = [], []
+
+    def _fitting(self, nbytes: int) -> Slot:
+        fitting = min((slot for slot in self._free if slot.nbytes >= nbytes), key=lambda s: s.nbytes, default=None)
+        if fitting is not None:
+            self._free.remove(fitting)
+            return fitting
+        if self._free and len(self._free) + len(self._busy) >= self.count:
+            self._free.pop().close()  # all are too small: the state has grown
+        try:
+            return Slot.create(nbytes)
+        except OSError as error:
+            raise from_os_error(error, op=f"allocating {nbytes} bytes of shared memory", kind=SaveFailed) from error
+
+    def _forget_in_child(self) -> None:
+        for slot in self._free + self._busy:
+            os.close(slot.fd)
+        self._free, self._busy = [], []
+        self._changed = threading.Condition()
+
+
+_pools: weakref.WeakSet[SlotPool] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,171 @@
+"""The objects whose state is saved and given back: collecting, checking, restoring. Shell over torch objects."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ckpt_service.errors import StateMismatch
+
+RNG = "rng_state"
+_KEYS = {"model": "stage_state_dict"}
+_RESERVED = frozenset({"stage"})
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be saved and restored."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take the state over."""
+        ...
+
+
+def key_of(name: str) -> str:
+    """Return the key of the file under which the state of the object tracked as ``name`` stands."""
+    return _KEYS.get(name, f"{name}_state_dict")
+
+
+class Tracked:
+    """Named objects with a state; the names are those given to ``track()``."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    def add(self, name: str, thing: Any) -> None:
+        """Track an object, in place of what had this name; raises ``ValueError`` if it has no state."""
+        if name in _RESERVED:
+            raise ValueError(f"track({name}=...): the name is taken; choose another one")
+        if not isinstance(thing, Stateful):
+            raise ValueError(f"track({name}=...): {type(thing).__name__} lacks state_dict() or load_state_dict()")
+        self._objects[name] = thing
+
+    def collect(self) -> dict[str, Any]:
+        """Return the states by their keys in the file, and the state of the random number generators."""
+        state = {key_of(name): thing.state_dict() for name, thing in self._objects.items()}
+        return {**state, RNG: rng_state()}
+
+    def check(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Check that every tracked object finds what it needs, before any is touched.
+
+        Raises:
+            StateMismatch: something is missing or does not fit; names all of it. With ``strict=False`` what is missing
+                only warns.
+        """
+        missing = [key_of(name) for name in self._objects if key_of(name) not in state]
+        if self._objects and RNG not in state:
+            missing.append(RNG)
+        if missing:
+            message = f"the checkpoint lacks {', '.join(missing)}"
+            if strict:
+                raise StateMismatch(message, op="resume", hint="resume(strict=False) starts these afresh")
+            warnings.warn(message, stacklevel=4)
+        misfits = [
+            f"{key_of(name)}: {misfit}"
+            for name, thing in self._objects.items()
+            if key_of(name) in state and (misfit := _misfit(thing, state[key_of(name)]))
+        ]
+        if misfits:
+            raise StateMismatch("the checkpoint does not fit: " + "; ".join(misfits), op="resume")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Give every tracked object its state, and restore the random number generators.
+
+        Raises:
+            StateMismatch: an object refused its state; those restored before it are as they were.
+        """
+        undo: list[tuple[Stateful, Any]] = []
+        for name, thing in sorted(self._objects.items(), key=lambda item: _is_checked(item[1])):
+            if key_of(name) not in state:
+                continue
+            try:
+                if not _is_checked(thing):
+                    undo.append((thing, copy.deepcopy(thing.state_dict())))
+                thing.load_state_dict(state[key_of(name)])
+            except Exception as error:
+                for earlier, before in reversed(undo):
+                    earlier.load_state_dict(before)
+                raise StateMismatch(
+                    f"{name} refuses its state: {type(error).__name__}: {error}", op="resume"
+                ) from error
+        if RNG in state:
+            restore_rng(state[RNG])
+
+
+def _is_checked(thing: Stateful) -> bool:
+    """Whether :func:`_misfit` knows this kind of object well enough that loading it will not fail."""
+    return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
+
+
+def _misfit(thing: Stateful, state: Any) -> str | None:
+    """Return what of a saved state does not fit a module or an optimizer, None if all does."""
+    if isinstance(thing, torch.nn.Module):
+        return _module_misfit(thing.state_dict(), state)
+    if isinstance(thing, torch.optim.Optimizer):
+        mine = [len(group["params"]) for group in thing.param_groups]
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        return None if mine == saved else f"parameter groups of {saved} parameters were saved, and there are {mine}"
+    return None
+
+
+def _module_misfit(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    absent = sorted(mine.keys() - saved.keys())
+    if absent:
+        return f"{absent[0]} was not saved" + (f" (and {len(absent) - 1} more)" if absent[1:] else "")
+    unknown = sorted(saved.keys() - mine.keys())
+    if unknown:
+        return f"{unknown[0]} was saved and is not there now" + (
+            f" (and {len(unknown) - 1} more)" if unknown[1:] else ""
+        )
+    for name, tensor in mine.items():
+        other = saved[name]
+        if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor) and tensor.shape != other.shape:
+            return f"{name} was saved with shape {tuple(other.shape)} and has {tuple(tensor.shape)} now"
+    return None
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of Python's, NumPy's (if it is imported) and torch's generators, as plain values and tensors."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if "numpy" in sys.modules:
+        kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = {
+            "kind": str(kind),
+            "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set the generators to what :func:`rng_state` returned; those of absent libraries or devices are left out."""
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and "numpy" in sys.modules:
+        numpy, saved = sys.modules["numpy"], state["numpy"]
+        keys = numpy.array(saved["keys"].tolist(), dtype=numpy.uint32)
+        numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
+    if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
