@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import logging.handlers
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 from ckpt_service import naming, ownership
 from ckpt_service.config import ServiceConfig
@@ -16,6 +18,10 @@ from ckpt_service.connection import listen
 from ckpt_service.locate import socket_path
 from ckpt_service.server import Server, ServerPaths
 from ckpt_service.storage import make_directories
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+LOG_DATE_FORMAT = "%Y-%m-%dT%H:%M:%S"
+_LOG_BYTES = 1 << 20
 
 
 def serve(
@@ -71,14 +77,18 @@ def detach(log_path: str, run: Callable[[Callable[[], None]], int]) -> int:
     """
     reader, writer = os.pipe()
     child = os.fork()
-    if child:
-        os.close(writer)
-        with open(reader, "rb") as told:
-            if told.read(1):
-                return 0
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status) or 1
-    os.close(reader)
+    if child == 0:
+        os.close(reader)
+        _be_the_daemon(log_path, run, writer)
+    os.close(writer)
+    with open(reader, "rb") as told:
+        if told.read(1):
+            return 0
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) or 1
+
+
+def _be_the_daemon(log_path: str, run: Callable[[Callable[[], None]], int], writer: int) -> NoReturn:
     os.setsid()
     os.chdir("/")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -91,15 +101,25 @@ def detach(log_path: str, run: Callable[[Callable[[], None]], int]) -> int:
     code = 1
     try:
         code = run(ready)
-    finally:
-        # A thread that hangs in a write must not keep the process: everything that matters has been closed.
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(code)
+    except BaseException:
+        logging.exception("the daemon ends")
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: a thread that hangs in a write must not keep it, and all that matters is closed."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _redirect(log_path: str) -> None:
-    """Give up the caller's terminal and pipes: whoever reads them would wait for this process to end."""
+    """Give up the caller's terminal and pipes: whoever reads them would wait for this process to end.
+
+    The log is bounded: a full one is set aside, in place of the one before.
+    """
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(null, 0)
@@ -107,3 +127,7 @@ def _redirect(log_path: str) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.close(null)
+    handler = logging.handlers.RotatingFileHandler(log_path, maxBytes=_LOG_BYTES, backupCount=1)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT, LOG_DATE_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.raiseExceptions = False  # a full disk must not cost more than the line

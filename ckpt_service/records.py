@@ -351,11 +351,10 @@ class Accepted(_Message):
 
 
 class Progress(_Message):
-    """Some bytes of a snapshot went to the disk, or its phase changed."""
+    """Some bytes of a snapshot went to the disk. Sent to all who wait, also for their own turn."""
 
     type: Literal["progress"] = "progress"
     snapshot_id: str
-    phase: str
     bytes_done: Count
 
 

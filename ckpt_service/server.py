@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import TypeVar
 
 from ckpt_service import __version__, intake, jobs, ownership, records, status
 from ckpt_service.config import ServiceConfig
@@ -49,6 +50,9 @@ from ckpt_service.writer import CommitResult, RateLimit, Stopped, Watcher, Write
 log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.2
+_WORKERS = 4
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Server:
         self._ledger = Ledger()
         self._publisher = Publisher(paths.status, self._status, config.heartbeat_seconds)
         self._commits = ThreadPoolExecutor(config.shards_at_once, "ckpt-commit")
+        self._work = ThreadPoolExecutor(_WORKERS, "ckpt-work")
         self._options = WriteOptions(
             config.writer_threads, config.chunk_bytes, config.direct_io, RateLimit(config.rate_limit_bytes_per_second)
         )
@@ -100,6 +105,7 @@ class Server:
         self._started_at = datetime.now(timezone.utc)
         self._needed_until = time.monotonic() + config.start_seconds
         self._drain_until: float | None = None
+        self._progress_at = 0.0
         self._wake = asyncio.Event()
 
     async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
@@ -108,7 +114,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._drain, number)
         self._state = "recovering"
-        await asyncio.to_thread(self._look_around)
+        await self._on_thread(self._look_around)
         self._state = "idle"
         await self._publisher.publish(self._config.notice_seconds)
         accepting = asyncio.create_task(self._accept(listener))
@@ -203,7 +209,7 @@ class Server:
             client.connection.send(Refused(snapshot_id=snapshot_id, message="it is of another run or attempt"))
             return
         try:
-            held = await asyncio.to_thread(intake.take, offer, descriptors)
+            held = await self._on_thread(functools.partial(intake.take, offer, descriptors))
         except ProtocolError as error:
             self._ledger.complain(error, datetime.now(timezone.utc), offer.manifest)
             client.connection.send(Refused(snapshot_id=snapshot_id, message=str(error)))
@@ -320,16 +326,16 @@ class Server:
         )
 
     def _on_bytes(self, held: Held, nbytes: int) -> None:
+        """Tell everybody who waits that the disk moves, also those whose turn has not come."""
         held.bytes_done += nbytes
-        job = self._book.jobs.get(held.key)
-        if job is not None:
-            self._tell(
-                job.client,
-                records.Progress(
-                    snapshot_id=held.offer.manifest.snapshot_id, phase=job.phase.value, bytes_done=held.bytes_done
-                ),
-            )
         self._publisher.changed()
+        now = time.monotonic()
+        if now - self._progress_at < _PROGRESS_SECONDS:
+            return
+        self._progress_at = now
+        progress = records.Progress(snapshot_id=held.offer.manifest.snapshot_id, bytes_done=held.bytes_done)
+        for client in {job.client for job in self._book.jobs.values()}:
+            self._tell(client, progress)
 
     def _on_broken(self, held: Held, error: CkptError) -> None:
         before = self._book.jobs[held.key].tries
@@ -354,8 +360,8 @@ class Server:
         await self._publisher.publish(self._config.notice_seconds)
         try:
             offer = held.offer
-            retained = await asyncio.to_thread(
-                retain, self._paths.root, self._paths.postfix, offer.manifest, held.directory, offer.retention
+            retained = await self._on_thread(
+                lambda: retain(self._paths.root, self._paths.postfix, offer.manifest, held.directory, offer.retention)
             )
         except OSError as error:
             self._ledger.complain(CkptError(f"retention failed: {error}", op="prune"), datetime.now(timezone.utc))
@@ -417,6 +423,10 @@ class Server:
         await self._publisher.publish(self._config.notice_seconds)
         log.info("left, with %d snapshots not written", len(lost))
         return 1 if lost else 0
+
+    async def _on_thread(self, work: Callable[[], _T]) -> _T:
+        """Do what may block; on threads of our own, since those of the loop are waited for at its end."""
+        return await asyncio.get_running_loop().run_in_executor(self._work, work)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

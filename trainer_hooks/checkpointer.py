@@ -96,6 +96,7 @@ class Checkpointer:
         self._failures: deque[SaveFailed] = deque()
         self._last: SaveTicket | None = None
         self._attempt: Attempt | None = None
+        self._origin: Origin | None = None
         self._client: ServiceClient | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -183,9 +184,10 @@ class Checkpointer:
             return None
         if self._tracked:
             self._tracked.check(point.state, strict=strict)
-        if self._attempt is not None and point.attempt:
-            origin = Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None)
-            self._attempt = ownership.record_resume(self._root, self._postfix, self._attempt, origin)
+        if point.attempt:
+            self._origin = Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None)
+        if self._attempt is not None and self._origin is not None:
+            self._attempt = ownership.record_resume(self._root, self._postfix, self._attempt, self._origin)
         self._tracked.restore(point.state)
         return point
 
@@ -269,8 +271,11 @@ class Checkpointer:
             slots=slots,
             started_at=_now(),
         )
-        self._attempt = ownership.take_attempt(self._root, self._postfix, start)
-        return self._attempt
+        attempt = ownership.take_attempt(self._root, self._postfix, start)
+        if self._origin is not None:  # resumed before this object had written anything
+            attempt = ownership.record_resume(self._root, self._postfix, attempt, self._origin)
+        self._attempt = attempt
+        return attempt
 
     def _settle(self) -> None:
         """Let older attempts finish what the daemon holds of theirs, then clear away what they left half written."""
@@ -301,7 +306,7 @@ class Checkpointer:
 
     def _manifest(self, plan: Blueprint, step: int, epoch: int) -> ShardManifest:
         attempt = self._attempt or self._take_attempt(self._pool.count)
-        if self._sequences["train"] == 1:
+        if not self._repeats:
             self._warn_of_strangers(attempt)
         place = self._topology
         self._repeats[("train", step, epoch)] += 1
@@ -342,7 +347,7 @@ class Checkpointer:
         ticket.staged.set_result(None)
         ticket.committed.add_done_callback(lambda future: self._note(future.exception()))
         offer = Offer(manifest=manifest, directory=self._directory(), umask=_umask(), retention=self._retention())
-        client.submit(Pending(offer, slot.fd, ticket, lambda: self._pool.give_back(slot)))
+        client.submit(Pending(offer, slot.fd, ticket, lambda reusable: self._pool.give_back(slot, reusable=reusable)))
 
     def _write(self, plan: Blueprint, manifest: ShardManifest, ticket: SaveTicket) -> None:
         """Do here and now what the daemon would do."""
@@ -365,14 +370,22 @@ class Checkpointer:
                     ),
                     watcher=Watcher(),
                 )
-                path = os.path.join(directory.path, snapshot.final_name)
-                prune.retain(self._root, self._postfix, manifest, directory, self._retention())
+                ticket.resolve(Path(directory.path, snapshot.final_name))
+                self._retain(manifest, directory)
         except OSError as error:
             raise from_os_error(error, op=f"saving step {manifest.step}", kind=SaveFailed) from error
         finally:
             snapshot.view.release()
             self._pool.give_back(slot)
-        ticket.resolve(Path(path))
+
+    def _retain(self, manifest: ShardManifest, directory: LocalDirectory) -> None:
+        """Delete what is too old. What cannot be deleted is tried again after the next save; the commit stands."""
+        try:
+            errors = prune.retain(self._root, self._postfix, manifest, directory, self._retention()).errors
+        except OSError as error:
+            errors = (from_os_error(error, op="retention", kind=CkptError, path=directory.path),)
+        for problem in errors:
+            warnings.warn(str(problem), stacklevel=5)
 
     def _captured(self, plan: Blueprint, manifest: ShardManifest, slot: Slot) -> Snapshot:
         try:

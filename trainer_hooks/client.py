@@ -42,12 +42,16 @@ _RECONNECT_PAUSE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Pending:
-    """A snapshot that is not safe yet. ``memory`` is the descriptor of its slot; ``done`` gives the slot back."""
+    """A snapshot that is not safe yet.
+
+    ``memory`` is the descriptor of its slot. ``done`` lets go of the slot; with True if the daemon has said that it is
+    done with it, so that it can be used again.
+    """
 
     offer: Offer
     memory: int
     ticket: SaveTicket
-    done: Callable[[], None]
+    done: Callable[[bool], None]
 
 
 class ServiceClient:
@@ -141,7 +145,8 @@ class ServiceClient:
             self._thread.join(self._config.notice_seconds)
         for pending in self._take_all():
             step = pending.offer.manifest.step
-            self._end(pending, SaveFailed(f"step {step} was not committed before the end", op="close", step=step))
+            lost = SaveFailed(f"step {step} was not committed before the end", op="close", step=step)
+            self._end(pending, lost, by_daemon=False)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -189,6 +194,7 @@ class ServiceClient:
             self._conclude(
                 pending.offer.manifest.snapshot_id,
                 SaveFailed(f"step {step}: {pending.offer.directory} cannot be opened: {error}", op="offer", step=step),
+                by_daemon=False,
             )
             return
         with directory:
@@ -235,16 +241,16 @@ class ServiceClient:
             case Progress():
                 pass
 
-    def _conclude(self, name: str, outcome: Path | SaveFailed) -> None:
+    def _conclude(self, name: str, outcome: Path | SaveFailed, *, by_daemon: bool = True) -> None:
         with self._changed:
             pending = self._pending.pop(name, None)
         if pending is not None:
-            self._end(pending, outcome)
+            self._end(pending, outcome, by_daemon=by_daemon)
         with self._changed:
             self._changed.notify_all()
 
-    def _end(self, pending: Pending, outcome: Path | SaveFailed) -> None:
-        pending.done()
+    def _end(self, pending: Pending, outcome: Path | SaveFailed, *, by_daemon: bool) -> None:
+        pending.done(by_daemon)
         if isinstance(outcome, Path):
             pending.ticket.resolve(outcome)
         else:

@@ -76,11 +76,14 @@ class SlotPool:
             self._busy.append(slot)
             return slot
 
-    def give_back(self, slot: Slot) -> None:
-        """Let a slot be used again."""
+    def give_back(self, slot: Slot, *, reusable: bool = True) -> None:
+        """Let a slot be used again; or, if a daemon may still read it, let go of it for good."""
         with self._changed:
             self._busy.remove(slot)
-            self._free.append(slot)
+            if reusable:
+                self._free.append(slot)
+            else:
+                slot.close()
             self._changed.notify_all()
 
     def close(self) -> None:

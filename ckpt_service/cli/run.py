@@ -26,7 +26,7 @@ def run(
     ] = False,
 ) -> None:
     """Serve a run directory: take snapshots from its trainers and commit them."""
-    root = os.path.abspath(root)
+    root = os.path.realpath(root)
     postfix = checked_postfix(postfix)
     settings = load_config(os.environ, _content(config))
     _log_to_stderr()
@@ -36,7 +36,7 @@ def run(
 
     if not detach:
         _say_settings(settings)
-        sys.exit(serve(lambda: None, stays=True))
+        daemon.leave(serve(lambda: None, stays=True))
     service = ownership.service_path(root, postfix)
     make_directories(service)
     log = os.path.join(service, naming.daemon_log(ownership.host_name(os.environ)))
@@ -54,12 +54,7 @@ def _content(path: str | None) -> bytes | None:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=daemon.LOG_FORMAT, datefmt=daemon.LOG_DATE_FORMAT)
 
 
 def _say_settings(settings: ServiceConfig) -> None:
