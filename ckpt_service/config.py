@@ -19,7 +19,7 @@ PREFIX = "CKPT_SERVICE_"
 class ServiceConfig(BaseModel):
     """Every wait and every knob; times in seconds, sizes in bytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     start_seconds: float = Field(15, gt=0, description="how long a daemon may take to answer its first hello")
     stall_seconds: float = Field(60, gt=0, description="how long a save may wait without a byte of progress")

@@ -138,7 +138,7 @@ def parse(image: memoryview) -> Layout:
     """Return the layout of a finished or unfinished image; CRCs are not looked at.
 
     ``image`` is the whole file. Every position is checked to lie inside it and in order, so a caller may use them
-    without further checks.
+    without further checks, and all that is not data must be what :func:`structure` makes of the layout.
 
     Raises:
         DamagedCheckpoint: it is not an image of ours, or it is cut short.
@@ -146,12 +146,14 @@ def parse(image: memoryview) -> Layout:
     try:
         count, directory_bytes, directory = _parse_tail(image)
         records = tuple(_parse_directory(image, count, directory, directory_bytes))
-    except (struct.error, UnicodeDecodeError, IndexError) as error:
+    except (struct.error, UnicodeDecodeError) as error:
         raise DamagedCheckpoint(f"the zip directory cannot be read: {error}") from error
     for before, after in pairwise(records):
-        _require(before.end <= after.header, f"record {after.name} overlaps the one before it")
-    _require(bool(records) and records[-1].end <= directory, "the last record overlaps the directory")
-    return Layout(records, directory, directory_bytes, len(image))
+        _require(_behind(before) <= after.header, f"record {after.name} overlaps the one before it")
+    _require(bool(records) and _behind(records[-1]) <= directory, "the last record overlaps the directory")
+    layout = Layout(records, directory, directory_bytes, len(image))
+    _require(_same(image, directory + directory_bytes, _tail(layout)), "the end of the zip directory is damaged")
+    return layout
 
 
 def stored_crc(image: memoryview, record: Record) -> int:
@@ -305,9 +307,33 @@ def _parse_directory(image: memoryview, count: int, directory: int, directory_by
         offset = _data_offset(image, header, name)
         _require(offset + nbytes <= directory, f"record {name} lies outside the file")
         crc_fields = (offset + nbytes + 4, entry + 16) if nbytes else ()
-        yield Record(name, header, offset, nbytes, crc_fields)
+        record = Record(name, header, offset, nbytes, crc_fields)
+        _check_structure(image, record, entry)
+        yield record
         entry = behind_name + extra_bytes
     _require(entry == directory + directory_bytes, "the zip directory has another length than it says")
+
+
+def _check_structure(image: memoryview, record: Record, entry: int) -> None:
+    name, data = record.name, bool(record.nbytes)
+    least = _LOCAL.size + len(name.encode()) + len(_zip64_fields(record.nbytes, record.header)) + _EXTRA.size
+    whole = record.offset - record.header >= least and _same(image, record.header, _local_header(record))
+    _require(whole, f"the header of record {name} is damaged")
+    _require(_same(image, record.end, _descriptor(record), 4 if data else None), f"record {name} has a damaged end")
+    entry_is_whole = _same(image, entry, _central_entry(record), 16 if data else None)
+    _require(entry_is_whole, f"the zip directory is damaged at record {name}")
+
+
+def _same(image: memoryview, start: int, expected: bytes, crc: int | None = None) -> bool:
+    """Whether the image has these bytes at ``start``, whatever stands in the CRC at this place in them."""
+    found = bytearray(image[start : start + len(expected)])
+    if crc is not None:
+        found[crc : crc + 4] = bytes(4)
+    return found == expected
+
+
+def _behind(record: Record) -> int:
+    return record.end + _descriptor_bytes(record.nbytes, record.header)
 
 
 def _zip64_reader(extra: memoryview) -> Callable[[int, int], int]:

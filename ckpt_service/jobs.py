@@ -263,6 +263,7 @@ class JobBook:
 
     def _step(self, event: Synced | Renaming | Landed | Pruned | Broke | RetryDue | Cancelled) -> Job:
         job = self.jobs[event.key]
+        assert (job.phase, type(event)) in TRANSITIONS, f"{type(event).__name__} meets a job that is {job.phase.value}"
         moved = replace(job, phase=TRANSITIONS[(job.phase, type(event))])
         self.jobs[event.key] = moved
         return moved
@@ -314,4 +315,4 @@ class JobBook:
 
 def retry_pause(tries: int) -> float:
     """Return the seconds to wait before the next try, after this many failed: 0.5, 1, 2, ... at most 30."""
-    return float(min(30.0, 0.5 * 2 ** (tries - 1)))
+    return float(min(30.0, 0.5 * 2 ** min(tries - 1, 6)))

@@ -19,15 +19,15 @@ _NUMBER = r"(0|[1-9][0-9]*)"
 _TRAIN = re.compile(rf"ckpt_step_{_NUMBER}_epoch_{_NUMBER}(?:_tp{_NUMBER})?\.pt", re.ASCII)
 _LORA = re.compile(rf"lora_step_{_NUMBER}_epoch_{_NUMBER}(?:_tp{_NUMBER})?\.pt", re.ASCII)
 _HF = re.compile(rf"stage{_NUMBER}_tp{_NUMBER}\.pt", re.ASCII)
-_PARTIAL = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}-([A-Za-z0-9._]+)-([0-9a-f]+)\.partial", re.ASCII)
+_PARTIAL = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}-([A-Za-z0-9._-]+)-([0-9a-f]+)\.partial", re.ASCII)
 _KEPT = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}\.kept", re.ASCII)
 _ATTEMPT = re.compile(rf"{_NUMBER}\.json", re.ASCII)
-_STAGE = re.compile(rf"checkpoint_(?:(.+)_)?{_NUMBER}", re.ASCII)
+_STAGE = re.compile(rf"checkpoint_(?:(.+)_)?{_NUMBER}", re.ASCII | re.DOTALL)
 
 SERVICE_PREFIX = ".ckpt_service"
 ATTEMPTS = "attempts"
 PINS = "pins"
-ROOT_FILES_MODE = 0o666
+LAUNCHES = "launches"
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class PartialName:
     sequence: int
     host: str
     token: str
+
+    def is_of(self, host: str) -> bool:
+        """Whether a daemon or trainer of ``host`` made it; names spell characters that are unsafe in them as ``_``."""
+        return self.host == _plain(host)
 
 
 def shard(kind: Kind, *, stage: int, tp_rank: int, tp: int, step: int, epoch: int) -> str:
@@ -148,8 +152,29 @@ def status_file(host: str) -> str:
 
 def parse_status_file(name: str) -> str | None:
     """Return the host whose status file this is, or None."""
-    match = re.fullmatch(r"status\.([A-Za-z0-9._]+)\.json", name, re.ASCII)
+    match = re.fullmatch(r"status\.([A-Za-z0-9._-]+)\.json", name, re.ASCII)
     return match[1] if match else None
+
+
+def run_lock() -> str:
+    """Return the name of the lock file of the live run."""
+    return "run.lock"
+
+
+def peers_file(host: str) -> str:
+    """Return the name of the file in which the daemon of ``host`` notes what ranks of other hosts have committed."""
+    return f"peers.{_plain(host)}.json"
+
+
+def parse_peers_file(name: str) -> str | None:
+    """Return the host whose peers file this is, or None."""
+    match = re.fullmatch(r"peers\.([A-Za-z0-9._]+)\.json", name, re.ASCII)
+    return match[1] if match else None
+
+
+def launch_directory(launch: str) -> str:
+    """Return the name of the directory in which the ranks of one launch meet; a hash, since launch ids are free text."""
+    return hashlib.sha256(launch.encode()).hexdigest()[:16]
 
 
 def daemon_lock(host: str) -> str:
@@ -172,7 +197,7 @@ def check_postfix(postfix: str | None) -> str | None:
     """Return ``postfix`` with ``""`` as None; raise ``ValueError`` if it cannot be part of a file name."""
     if not postfix:
         return None
-    if "/" in postfix or "\0" in postfix or re.fullmatch(_NUMBER, postfix, re.ASCII):
+    if "/" in postfix or "\0" in postfix or re.fullmatch("[0-9]+", postfix):
         raise ValueError(f"postfix={postfix!r}: it becomes part of a directory name: no '/', no NUL, not only digits")
     return postfix
 
@@ -182,4 +207,4 @@ def _optional(digits: str | None) -> int | None:
 
 
 def _plain(host: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]", "_", host)
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host)

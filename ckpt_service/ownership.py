@@ -1,11 +1,15 @@
-"""Who owns what in a run directory: starts of the trainer (attempts), and the lock of the daemon. Shell."""
+"""Who owns what in a run directory: starts of the trainer (attempts), the locks of the daemon and of the run. Shell."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -126,3 +130,95 @@ class DaemonLock:
             os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1
+
+
+_RUN_HEARTBEAT_SECONDS = 5.0
+_RUN_STALE_SECONDS = 15.0
+_run_locks: set[str] = set()  # record locks do not exclude a second holder in one process
+
+
+class RunLock:
+    """The right to train on a run directory; held by rank 0 of the live attempt.
+
+    Two nets: a POSIX record lock, which is free the moment its holder is dead (and does not pass to forked data-loader
+    workers), and a record of the owner with a heartbeat, for hosts between which locks do not work.
+    """
+
+    def __init__(self, root: str, postfix: str | None) -> None:
+        self.path = os.path.join(service_path(root, postfix), naming.run_lock())
+        self._fd = -1
+        self._stop = threading.Event()
+
+    def acquire(self, host: str) -> None:
+        """Take the lock.
+
+        Raises:
+            RunDirectoryBusy: a live run has it; names host and pid.
+        """
+        if self.path in _run_locks:
+            raise RunDirectoryBusy(f"this process (pid {os.getpid()}) trains on it already", path=self.path)
+        make_directories(os.path.dirname(self.path))
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            if not _locked(fd) or (_owner_host(fd) not in (None, host) and _beats(fd)):
+                owner = os.pread(fd, 4096, 0).decode(errors="replace").strip()
+                raise RunDirectoryBusy(
+                    f"another run trains on this directory: {owner}",
+                    path=self.path,
+                    hint="stop it, or use another root",
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        _run_locks.add(self.path)
+        threading.Thread(target=self._beat, args=(host,), name="ckpt-run-lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._stop.set()
+        if self._fd >= 0:
+            _run_locks.discard(self.path)
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _beat(self, host: str) -> None:
+        """Renew the record until the end; a disk that fails meanwhile costs the second net only."""
+        pid, beat = os.getpid(), 0
+        while True:
+            record = json.dumps({"host": host, "pid": pid, "pid_start": pid_start(pid), "beat": beat})
+            with contextlib.suppress(OSError):
+                os.pwrite(self._fd, record.ljust(200).encode() + b"\n", 0)
+            beat += 1
+            if self._stop.wait(_RUN_HEARTBEAT_SECONDS):
+                return
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    return True
+
+
+def _owner_host(fd: int) -> str | None:
+    try:
+        return str(json.loads(os.pread(fd, 4096, 0))["host"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _beats(fd: int) -> bool:
+    """Return whether the owner on another host renews its record; takes as long as it may pause, if it does not."""
+    seen = os.pread(fd, 4096, 0)
+    deadline = time.monotonic() + _RUN_STALE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if os.pread(fd, 4096, 0) != seen:
+            return True
+    return False

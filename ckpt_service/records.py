@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, TypeAdapter
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, TypeAdapter
 
 from ckpt_service.naming import Kind
 
@@ -26,8 +26,8 @@ def _rfc3339(moment: datetime) -> str:
     return text.replace("+00:00", "Z").replace(".000Z", "Z")
 
 
-Moment = Annotated[datetime, PlainSerializer(_rfc3339, return_type=str)]
-"""A UTC time; ISO 8601 with a Z when written."""
+Moment = Annotated[AwareDatetime, PlainSerializer(_rfc3339, return_type=str)]
+"""A UTC time; ISO 8601 with a Z when written. One without a zone is refused: nobody could say when it was."""
 
 
 class _File(BaseModel):

@@ -20,28 +20,26 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from ckpt_service import __version__, intake, jobs, ownership, records, status
+from ckpt_service import __version__, intake, jobs, records, status
 from ckpt_service.config import ServiceConfig
 from ckpt_service.connection import Connection, peer_uid
 from ckpt_service.errors import CkptError, ProtocolError, SnapshotSuperseded
 from ckpt_service.intake import Held
-from ckpt_service.jobs import ACTIVE, JobBook, JobKey, Phase
+from ckpt_service.jobs import JobBook, JobKey, Phase
 from ckpt_service.ledger import Ledger
+from ckpt_service.lifetime import Lifetime
 from ckpt_service.prune import Retained, retain
 from ckpt_service.records import (
     PROTOCOL,
     ClientMessage,
     DaemonState,
-    DaemonStatus,
     Hello,
     Offer,
-    QueueStatus,
     Refused,
     ServiceStatus,
     Settle,
-    Totals,
 )
 from ckpt_service.scan import load_catalog
 from ckpt_service.status import Publisher
@@ -86,7 +84,6 @@ class Server:
     def __init__(self, paths: ServerPaths, config: ServiceConfig, *, stays: bool) -> None:
         self._paths = paths
         self._config = config
-        self._stays = stays
         self._book = JobBook(config.shards_at_once, config.max_tries, config.orphan_seconds)
         self._held: dict[JobKey, Held] = {}
         self._fates: dict[JobKey, CkptError] = {}
@@ -101,10 +98,10 @@ class Server:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = iter(range(1, 1 << 62))
-        self._state: DaemonState = "starting"
+        self._state: Literal["starting", "recovering", "serving", "stopped"] = "starting"
         self._started_at = datetime.now(timezone.utc)
-        self._needed_until = time.monotonic() + config.start_seconds
-        self._drain_until: float | None = None
+        first_client_by = time.monotonic() + config.start_seconds
+        self._lifetime = Lifetime(stays, config.linger_seconds, config.grace_seconds, needed_until=first_client_by)
         self._progress_at = 0.0
         self._wake = asyncio.Event()
 
@@ -115,7 +112,7 @@ class Server:
             loop.add_signal_handler(number, self._drain, number)
         self._state = "recovering"
         await self._on_thread(self._look_around)
-        self._state = "idle"
+        self._state = "serving"
         await self._publisher.publish(self._config.notice_seconds)
         accepting = asyncio.create_task(self._accept(listener))
         publishing = asyncio.create_task(self._publisher.run())
@@ -163,7 +160,7 @@ class Server:
     def _client_left(self, client: Client) -> None:
         if client.trains and not client.left_cleanly:
             log.warning("the trainer of pid %d left without a goodbye", client.hello.pid if client.hello else 0)
-            self._needed_until = time.monotonic() + self._config.linger_seconds
+            self._lifetime.trainer_left(time.monotonic(), cleanly=False)
         self._wake.set()
 
     async def _on_message(self, client: Client, message: ClientMessage, descriptors: list[int]) -> None:
@@ -181,7 +178,7 @@ class Server:
             case records.Goodbye():
                 client.left_cleanly = True
                 if client.trains:
-                    self._needed_until = time.monotonic()
+                    self._lifetime.trainer_left(time.monotonic(), cleanly=True)
             case _:
                 raise ProtocolError("a trainer says hello first")
 
@@ -196,7 +193,7 @@ class Server:
             raise ProtocolError(f"this daemon serves {mine}, and the client asks for {(hello.root, hello.postfix)}")
         client.hello = hello
         if client.trains:
-            self._needed_until = float("inf")
+            self._lifetime.trainer_came()
         client.connection.send(records.Welcome(version=__version__, pid=os.getpid(), host=self._paths.host))
         self._publisher.changed()
 
@@ -381,10 +378,9 @@ class Server:
         self._ledger.seen(load_catalog(self._paths.root, self._paths.postfix))
 
     def _drain(self, number: int) -> None:
-        if self._drain_until is None:
-            log.info("%s: finishing what is here, then leaving", signal.Signals(number).name)
-            self._drain_until = time.monotonic() + self._config.grace_seconds
-            self._wake.set()
+        log.info("%s: finishing what is here, then leaving", signal.Signals(number).name)
+        self._lifetime.drain(time.monotonic())
+        self._wake.set()
 
     async def _until_unneeded(self) -> None:
         while (wait := self._seconds_needed()) > 0:
@@ -393,14 +389,8 @@ class Server:
                 await asyncio.wait_for(self._wake.wait(), min(wait, 3600))
 
     def _seconds_needed(self) -> float:
-        """Return how long the daemon is needed at least, as far as can be known now."""
-        now = time.monotonic()
-        trainers = any(client.trains and not client.left_cleanly for client in self._clients.values())
-        if self._drain_until is not None:
-            return self._drain_until - now if self._book.jobs or trainers else 0
-        if self._stays or trainers or self._book.jobs:
-            return float("inf")
-        return self._needed_until - now
+        trainers = sum(client.trains and not client.left_cleanly for client in self._clients.values())
+        return self._lifetime.seconds_needed(time.monotonic(), trainers=trainers, jobs=len(self._book.jobs))
 
     async def _leave(self, listener: socket.socket) -> int:
         """Close the door, name what is lost, and say goodbye to the world."""
@@ -442,49 +432,10 @@ class Server:
     # --- status -------------------------------------------------------------------------------------------------------
 
     def _status(self) -> ServiceStatus:
-        now = time.monotonic()
-        active = [job for job in self._book.jobs.values() if job.phase in ACTIVE]
-        waiting = [job for job in self._book.jobs.values() if job.phase not in ACTIVE]
-        hellos = [client.hello for client in self._clients.values() if client.hello is not None and client.trains]
-        shards = self._ledger.shard_statuses()
-        return ServiceStatus(
-            host=self._paths.host,
-            root=self._paths.root,
-            run_id=next((hello.run_id for hello in hellos), None),
-            attempt=max((hello.attempt for hello in hellos), default=None),
-            daemon=DaemonStatus(
-                pid=os.getpid(),
-                pid_start=ownership.pid_start(os.getpid()) or 0,
-                version=__version__,
-                protocol=PROTOCOL,
-                socket=self._paths.socket,
-                state=self._daemon_state(bool(active)),
-                started_at=self._started_at,
-                heartbeat_at=datetime.now(timezone.utc),
-            ),
-            queue=QueueStatus(
-                depth=len(waiting),
-                capacity=sum(hello.slots for hello in hellos),
-                bytes=sum(job.nbytes for job in waiting),
-                on_full="block",
-                blocked_seconds=0.0,
-            ),
-            writing=[status.writing(job, self._held[job.key], now) for job in active],
-            pending=[status.pending(self._held[job.key]) for job in sorted(waiting, key=lambda job: job.key)],
-            shards=shards,
-            last_complete=self._ledger.last_complete,
-            totals=Totals(**self._ledger.counts),
-            storage=status.storage(
-                self._paths.root, [shard.last_committed.bytes for shard in shards if shard.last_committed]
-            ),
-            errors=list(self._ledger.errors),
-        )
-
-    def _daemon_state(self, active: bool) -> DaemonState:
-        if self._state in ("starting", "recovering", "stopped"):
-            return self._state
-        if self._drain_until is not None:
-            return "draining"
-        if self._ledger.failed_since_commit:
-            return "degraded"
-        return "writing" if active else "idle"
+        trainers = [client.hello for client in self._clients.values() if client.hello is not None and client.trains]
+        work = [(job, self._held[key]) for key, job in sorted(self._book.jobs.items())]
+        here = status.Here(self._paths.root, self._paths.host, self._paths.socket, self._started_at)
+        phase: DaemonState | None = "draining" if self._lifetime.draining else None
+        if self._state != "serving":
+            phase = self._state
+        return status.compose(here, phase, trainers, work, self._ledger, time.monotonic())

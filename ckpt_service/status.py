@@ -10,16 +10,26 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import cast
 
+from ckpt_service import __version__, ownership
 from ckpt_service.intake import Held
-from ckpt_service.jobs import Job
+from ckpt_service.jobs import ACTIVE, Job
+from ckpt_service.ledger import Ledger
 from ckpt_service.records import (
+    PROTOCOL,
+    DaemonState,
+    DaemonStatus,
+    Hello,
     PendingStatus,
+    QueueStatus,
     ServiceStatus,
     StorageStatus,
+    Totals,
     WritePhase,
     WritingStatus,
 )
@@ -28,6 +38,70 @@ from ckpt_service.storage import write_small
 _MIN_INTERVAL_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Here:
+    """What of a status never changes while the daemon lives."""
+
+    root: str
+    host: str
+    socket: str
+    started_at: datetime
+
+
+def compose(
+    here: Here,
+    phase: DaemonState | None,
+    trainers: Sequence[Hello],
+    work: Sequence[tuple[Job, Held]],
+    ledger: Ledger,
+    now: float,
+) -> ServiceStatus:
+    """Return the status document of this moment.
+
+    Args:
+        here: what never changes.
+        phase: the state of a daemon that is not simply serving; None derives it from what it does.
+        trainers: what the connected trainers said of themselves.
+        work: the jobs and their snapshots, oldest first.
+        ledger: what happened so far.
+        now: a monotonic time in seconds.
+    """
+    active = [(job, held) for job, held in work if job.phase in ACTIVE]
+    waiting = [(job, held) for job, held in work if job.phase not in ACTIVE]
+    shards = ledger.shard_statuses()
+    doing: DaemonState = "degraded" if ledger.failed_since_commit else "writing" if active else "idle"
+    return ServiceStatus(
+        host=here.host,
+        root=here.root,
+        run_id=next((trainer.run_id for trainer in trainers), None),
+        attempt=max((trainer.attempt for trainer in trainers), default=None),
+        daemon=DaemonStatus(
+            pid=os.getpid(),
+            pid_start=ownership.pid_start(os.getpid()) or 0,
+            version=__version__,
+            protocol=PROTOCOL,
+            socket=here.socket,
+            state=phase or doing,
+            started_at=here.started_at,
+            heartbeat_at=datetime.now(timezone.utc),
+        ),
+        queue=QueueStatus(
+            depth=len(waiting),
+            capacity=sum(trainer.slots for trainer in trainers),
+            bytes=sum(job.nbytes for job, _ in waiting),
+            on_full="block",
+            blocked_seconds=0.0,
+        ),
+        writing=[writing(job, held, now) for job, held in active],
+        pending=[pending(held) for _, held in waiting],
+        shards=shards,
+        last_complete=ledger.last_complete,
+        totals=Totals(**ledger.counts),
+        storage=storage(here.root, [shard.last_committed.bytes for shard in shards if shard.last_committed]),
+        errors=list(ledger.errors),
+    )
 
 
 def writing(job: Job, held: Held, now: float) -> WritingStatus:
