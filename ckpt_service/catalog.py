@@ -6,26 +6,29 @@ disk (no pointer file, no modification time) has a say.
 A checkpoint is the set of shards that agree on (run_id, attempt, kind, epoch, step, repeat), one for each (stage, tp
 rank) of the pp and tp in their manifests. Checkpoints are ordered by (attempt, sequence), where the lowest (stage, tp
 rank) gives the sequence of the set. Legacy files (without a manifest) come before all of ours, by (epoch, step).
+
+A run directory has one run_id, that of its newest attempt; whatever carries another one is foreign. A file whose name
+or place is not the one that its manifest says is a stranger's copy: listed as damaged, never part of a set.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
 from ckpt_service.naming import Kind, ShardName
-from ckpt_service.records import Attempt, ShardManifest
+from ckpt_service.records import Attempt, Origin, ShardManifest
 
 Rank = tuple[int, int]
 """(stage, tp rank)"""
 
 Reach = float
 """The highest sequence of an attempt that counts; infinity for the whole attempt."""
-
-_WHOLE: Reach = float("inf")
 
 
 class State(str, Enum):
@@ -74,7 +77,11 @@ class CheckpointId:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A set of shards with a state. ``expected`` is how many shards make it whole, 0 where nobody can tell."""
+    """A set of shards with a state.
+
+    ``shards`` holds one file for each rank, ``copies`` the other files of the same shards (set aside under a second
+    name, when a crash came before the rename). ``expected`` is how many shards make it whole, 0 where nobody can tell.
+    """
 
     id: CheckpointId
     kind: Kind
@@ -84,6 +91,7 @@ class Checkpoint:
     expected: int
     run_id: str | None = None
     pinned: bool = False
+    copies: tuple[Shard, ...] = ()
 
     @property
     def order(self) -> tuple[int, int, int, int]:
@@ -111,10 +119,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All checkpoints, newest first. ``head`` is the attempt whose lineage counts, None before the first."""
+    """All checkpoints, newest first. ``head`` is the attempt whose lineage counts, None before the first.
+
+    ``origin``: the (attempt, sequence) that the head resumed from, as long as it has no complete checkpoint itself.
+    """
 
     checkpoints: tuple[Checkpoint, ...]
     head: int | None
+    origin: tuple[int, int] | None = None
 
     def newest_complete(self, kind: Kind = "train") -> Checkpoint | None:
         """Return what a resume would take first, or None."""
@@ -129,73 +141,128 @@ class Catalog:
 class Evidence:
     """Everything that a catalog is derived from.
 
-    ``committed``: the newest (attempt, sequence) known to be committed by a rank, for ranks whose files are not listed
-    (another host's); ``slots`` bounds how far a set may fall behind and still count as coming.
+    ``committed``: every (attempt, sequence) that a rank reports to hold, for ranks whose files are not listed (another
+    host's). The newest alone would not do: who failed one save and committed the next lacks the one before. A rank
+    with neither a file nor an entry is unknown: what it lacks may still come. ``slots`` bounds how far a set may fall
+    behind and still count as coming.
     """
 
     shards: Sequence[Shard]
     attempts: Sequence[Attempt] = ()
     pins: frozenset[tuple[int, int]] = frozenset()
-    committed: Mapping[tuple[Kind, int, int], tuple[int, int]] = field(default_factory=dict)
+    committed: Mapping[tuple[Kind, int, int], Collection[tuple[int, int]]] = field(default_factory=dict)
     slots: int = 2
 
 
 def build(evidence: Evidence) -> Catalog:
     """Derive the catalog."""
-    attempts = {attempt.n: attempt for attempt in evidence.attempts}
-    whole = [shard for shard in evidence.shards if shard.manifest is not None and shard.problem is None]
-    sets = [_as_set(shards) for shards in _grouped(whole)]
-    found = sorted(attempts.keys() | {checkpoint.id.attempt for checkpoint in sets})
-    filled = {checkpoint.id.attempt for checkpoint in sets}
-    complete = {checkpoint.id.attempt for checkpoint in sets if checkpoint.state is State.COMPLETE}
-    lineage = Lineage.derive(attempts, found, filled, complete)
-    last_attempt = found[-1] if found else 0
-    judged = [_judge(checkpoint, lineage, evidence, sets, last_attempt) for checkpoint in sets]
-    judged += [_single(shard) for shard in evidence.shards if shard.manifest is None or shard.problem is not None]
-    pinned = [replace(c, pinned=(c.id.attempt, c.id.sequence) in evidence.pins and c.id.attempt > 0) for c in judged]
-    return Catalog(tuple(sorted(pinned, key=lambda c: c.order, reverse=True)), lineage.head)
+    groups, legacy, strange = _sorted_out(evidence.shards)
+    sets = [_as_set(shards, evidence) for shards in groups]
+    run_id = _run_id(evidence.attempts, sets)
+    own = [checkpoint for checkpoint in sets if checkpoint.run_id == run_id]
+    lineage = Lineage.derive({attempt.n: attempt for attempt in evidence.attempts if attempt.run_id == run_id}, own)
+    progress = _Progress.derive(own, lineage, evidence)
+    found = [_judge(checkpoint, lineage, progress) for checkpoint in own]
+    found += [replace(c, state=State.FOREIGN, reason=f"of run {c.run_id}") for c in sets if c.run_id != run_id]
+    found = [replace(c, pinned=(c.id.attempt, c.id.sequence) in evidence.pins) for c in found]
+    found += [_legacy(shards) for shards in legacy] + [_strange(shard) for shard in strange]
+    found.sort(key=lambda c: (c.order, c.run_id or "", c.shards[0].path), reverse=True)
+    return Catalog(tuple(found), lineage.head, lineage.origin)
 
 
 # --- sets -------------------------------------------------------------------------------------------------------------
 
 
-def _grouped(shards: Iterable[Shard]) -> Iterable[list[Shard]]:
-    groups: dict[object, list[Shard]] = defaultdict(list)
+def _sorted_out(shards: Iterable[Shard]) -> tuple[Iterable[list[Shard]], Iterable[list[Shard]], list[Shard]]:
+    """Return the shards of each set of ours, the legacy files of each (kind, epoch, step), and all other files."""
+    sets: dict[object, list[Shard]] = defaultdict(list)
+    legacy: dict[object, list[Shard]] = defaultdict(list)
+    strange: list[Shard] = []
     for shard in shards:
         m = shard.manifest
-        assert m is not None
-        groups[(m.run_id, m.attempt, m.kind, m.epoch, m.step, m.repeat)].append(shard)
-    return groups.values()
+        if m is not None and _is_in_place(shard, m):
+            sets[m.run_id, m.attempt, m.kind, m.epoch, m.step, m.repeat].append(shard)
+        elif m is not None or shard.problem is not None:
+            strange.append(shard)
+        else:
+            legacy[shard.name.kind, shard.name.epoch, shard.name.step].append(shard)
+    return sets.values(), legacy.values(), strange
 
 
-def _as_set(shards: list[Shard]) -> Checkpoint:
-    """Put the shards of one checkpoint together: complete, or partial with the missing ranks named."""
-    ordered = tuple(sorted(shards, key=lambda shard: (shard.stage, shard.tp_rank)))
-    first = ordered[0].manifest
-    assert first is not None
-    identity = CheckpointId(first.attempt, first.sequence, first.epoch, first.step)
-    sizes = {(s.manifest.pp, s.manifest.tp) for s in ordered if s.manifest is not None}
-    ranks = {(shard.stage, shard.tp_rank) for shard in ordered}
-    missing = sorted({(stage, tp) for stage in range(first.pp) for tp in range(first.tp)} - ranks)
-    state, reason = State.COMPLETE, None
-    if len(sizes) > 1 or len(ranks) < len(ordered):
-        state, reason = State.DAMAGED, "its shards disagree on the pipeline and tensor parallel sizes"
-    elif missing:
-        state, reason = State.PARTIAL, "; ".join(f"stage {stage} tp {tp} not committed yet" for stage, tp in missing)
-    return Checkpoint(identity, first.kind, state, reason, ordered, first.pp * first.tp, run_id=first.run_id)
+def _is_in_place(shard: Shard, manifest: ShardManifest) -> bool:
+    """Return whether a file lies where its manifest says, under the name that its manifest gives."""
+    if (manifest.kind, manifest.stage, manifest.tp_rank) != (shard.name.kind, shard.stage, shard.tp_rank):
+        return False
+    if shard.name.kind == "hf":
+        return True
+    has_suffix = shard.name.tp_rank is not None
+    return (manifest.step, manifest.epoch, manifest.tp > 1) == (shard.name.step, shard.name.epoch, has_suffix)
 
 
-def _single(shard: Shard) -> Checkpoint:
-    """List a file that belongs to no set: legacy, or damaged."""
-    manifest = shard.manifest
-    step, epoch = shard.name.step or 0, shard.name.epoch or 0
-    identity = CheckpointId(0, 0, epoch, step)
-    if manifest is not None:
-        identity = CheckpointId(manifest.attempt, manifest.sequence, manifest.epoch, manifest.step)
-    state = State.LEGACY if shard.problem is None else State.DAMAGED
-    reason = shard.problem or "written without a manifest"
-    expected = manifest.pp * manifest.tp if manifest else 0
-    return Checkpoint(identity, shard.name.kind, state, reason, (shard,), expected)
+def _as_set(shards: list[Shard], evidence: Evidence) -> Checkpoint:
+    """Put the shards of one checkpoint together: complete, damaged, or partial with the missing ranks named."""
+    one_each, copies = _one_for_each_rank(shards)
+    m = one_each[0].manifest
+    assert m is not None
+    identity = CheckpointId(m.attempt, m.sequence, m.epoch, m.step)
+    found = Checkpoint(identity, m.kind, State.COMPLETE, None, one_each, m.pp * m.tp, m.run_id, copies=copies)
+    sizes = {(shard.manifest.pp, shard.manifest.tp) for shard in one_each if shard.manifest is not None}
+    if len(sizes) > 1 or any(stage >= m.pp or tp >= m.tp for stage, tp in found.ranks):
+        reason = "its shards disagree on the pipeline and tensor parallel sizes"
+        return replace(found, state=State.DAMAGED, reason=reason)
+    if missing := _missing(found, evidence):
+        reason = "; ".join(f"stage {stage} tp {tp} not committed yet" for stage, tp in missing)
+        return replace(found, state=State.PARTIAL, reason=reason)
+    damaged = [f"stage {shard.stage} tp {shard.tp_rank}: {shard.problem}" for shard in one_each if shard.problem]
+    return replace(found, state=State.DAMAGED, reason="; ".join(damaged)) if damaged else found
+
+
+def _one_for_each_rank(shards: list[Shard]) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
+    """Return one file for each rank, a whole one where there is one, and the other files of the same shards."""
+    chosen: dict[Rank, Shard] = {}
+    copies = []
+    for shard in sorted(shards, key=lambda s: (s.stage, s.tp_rank, s.problem is not None, s.path)):
+        if (shard.stage, shard.tp_rank) in chosen:
+            copies.append(shard)
+        else:
+            chosen[shard.stage, shard.tp_rank] = shard
+    return tuple(chosen.values()), tuple(copies)
+
+
+def missing_ranks(checkpoint: Checkpoint) -> frozenset[Rank]:
+    """Return the ranks whose file of a set of ours is not listed."""
+    manifest = checkpoint.shards[0].manifest
+    assert manifest is not None
+    return frozenset((s, t) for s in range(manifest.pp) for t in range(manifest.tp)) - checkpoint.ranks
+
+
+def _missing(checkpoint: Checkpoint, evidence: Evidence) -> list[Rank]:
+    """Return the ranks that neither have a file in this set nor report to hold it."""
+    needed = missing_ranks(checkpoint)
+    save = (checkpoint.id.attempt, checkpoint.id.sequence)
+    return sorted(rank for rank in needed if save not in evidence.committed.get((checkpoint.kind, *rank), ()))
+
+
+def _legacy(shards: list[Shard]) -> Checkpoint:
+    """List what the old trainer wrote for one step and epoch; how many files make it whole, nobody can tell."""
+    one_each, copies = _one_for_each_rank(shards)
+    name = one_each[0].name
+    identity = CheckpointId(0, 0, name.epoch or 0, name.step or 0)
+    return Checkpoint(identity, name.kind, State.LEGACY, "written without a manifest", one_each, 0, copies=copies)
+
+
+def _strange(shard: Shard) -> Checkpoint:
+    """List a file that cannot be put into any set."""
+    identity = CheckpointId(0, 0, shard.name.epoch or 0, shard.name.step or 0)
+    reason = shard.problem or "its name is not the one that its manifest gives"
+    return Checkpoint(identity, shard.name.kind, State.DAMAGED, reason, (shard,), 0)
+
+
+def _run_id(attempts: Sequence[Attempt], sets: Sequence[Checkpoint]) -> str | None:
+    """Return the run that this directory belongs to: its newest start says so, else its newest file."""
+    if attempts:
+        return max(attempts, key=lambda attempt: attempt.n).run_id
+    return max(sets, key=lambda c: (c.id.attempt, c.id.sequence, c.run_id or "")).run_id if sets else None
 
 
 # --- lineage ----------------------------------------------------------------------------------------------------------
@@ -205,118 +272,134 @@ def _single(shard: Shard) -> Checkpoint:
 class Lineage:
     """Which attempts count, and how far: ``reach`` maps an attempt to the highest sequence that counts.
 
-    ``parents`` holds for every attempt the (attempt, sequence) that it resumed from, None for a fresh start.
+    ``origin`` is as in :class:`Catalog`; ``last`` the newest start of the trainer, resumed or not.
     """
 
     head: int | None
     reach: Mapping[int, Reach]
-    parents: Mapping[int, tuple[int, int] | None]
+    records: Mapping[int, Attempt]
+    origin: tuple[int, int] | None
+    last: int
 
     @classmethod
-    def derive(
-        cls, attempts: Mapping[int, Attempt], found: Sequence[int], filled: set[int], complete: set[int]
-    ) -> Lineage:
-        """Follow the resumes back from the head, the newest attempt that has resumed or has a file."""
-        parents: dict[int, tuple[int, int] | None] = {}
-        for number in found:
-            attempt = attempts.get(number)
-            origin = attempt.resumed_from if attempt else None
-            parents[number] = (origin.attempt, origin.sequence) if origin else None
-        heads = [n for n in found if n in filled or parents[n] is not None]
-        head = heads[-1] if heads else None
-        reach = _reach(head, heads, attempts, parents, complete) if head is not None else {}
-        return cls(head, reach, parents)
+    def derive(cls, records: Mapping[int, Attempt], sets: Sequence[Checkpoint]) -> Lineage:
+        """Follow the resumes back from the head, the newest attempt that has resumed or has a file.
 
-    def includes(self, identity: CheckpointId) -> bool:
-        """Return whether a checkpoint counts."""
-        return identity.sequence <= self.reach.get(identity.attempt, -1)
+        A roll-back that the user asked for cuts at once. A resume that nobody steered (it may have fallen back because
+        a file was unreadable for a moment) cuts only once the new attempt has a complete checkpoint; until then all
+        that counted before counts still.
+        """
+        heads = sorted({c.id.attempt for c in sets} | {n for n, record in records.items() if record.resumed_from})
+        filled = {c.id.attempt for c in sets if c.kind == "train" and c.state is State.COMPLETE}
+        last = max([*heads, *records], default=0)
+        if not heads:
+            return cls(None, {}, records, None, last)
+        reach: dict[int, Reach] = {}
+        for number in reversed(heads):
+            for ancestor, limit in _line(number, heads, records).items():
+                reach[ancestor] = max(limit, reach.get(ancestor, -1))
+            resumed = _resumed(number, records)
+            if number in filled or (number in records and (resumed is None or resumed.explicit)):
+                break
+        start = _resumed(heads[-1], records) if heads[-1] not in filled else None
+        return cls(heads[-1], reach, records, (start.attempt, start.sequence) if start else None, last)
+
+    def includes(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint counts. A resume names a training checkpoint, so only those can be cut off."""
+        limit = self.reach.get(checkpoint.id.attempt)
+        return limit is not None and (checkpoint.kind != "train" or checkpoint.id.sequence <= limit)
 
     def is_branch(self, attempt: int) -> bool:
-        """Return whether an attempt grew out of one that counts (or is one): its checkpoints are abandoned."""
-        current: int | None = attempt
-        while current is not None:
-            if current in self.reach:
-                return True
-            parent = self.parents.get(current)
-            current = parent[0] if parent is not None and parent[0] < current else None
-        return False
+        """Return whether an attempt is one that counts, or is known to have grown out of one."""
+        while attempt not in self.reach:
+            if (resumed := _resumed(attempt, self.records)) is None:
+                return False
+            attempt = resumed.attempt
+        return True
 
     def departure(self, attempt: int) -> str:
         """Say which resume left the checkpoints of ``attempt`` behind."""
-        for number in sorted(self.reach, reverse=True):
-            parent = self.parents.get(number)
-            if parent is not None and number > attempt >= parent[0]:
-                return f"attempt {number} resumed from attempt {parent[0]} sequence {parent[1]}"
-        return f"attempt {self.head} went on without it"
+        number = min(n for n in self.reach if n > attempt)
+        resumed = _resumed(number, self.records)
+        origin = f"attempt {resumed.attempt} sequence {resumed.sequence}" if resumed else "an unknown place"
+        return f"attempt {number} resumed from {origin}"
 
 
-def _reach(
-    head: int,
-    heads: Sequence[int],
-    attempts: Mapping[int, Attempt],
-    parents: Mapping[int, tuple[int, int] | None],
-    complete: set[int],
-) -> dict[int, Reach]:
-    """Return the reach seen from ``head``.
+def _line(number: int, heads: Sequence[int], records: Mapping[int, Attempt]) -> dict[int, Reach]:
+    """Return an attempt and its ancestors, each up to where the next one resumed.
 
-    A roll-back that the user asked for cuts at once. A resume that nobody steered (it may have fallen back because a
-    file was unreadable for a moment) cuts only once the new attempt has a complete checkpoint; until then all that
-    counted before counts still. An attempt whose record is lost is taken to follow the one before it.
+    An attempt whose record is lost is taken to follow the whole of the one before it.
     """
-    reach: dict[int, Reach] = {head: _WHOLE}
-    record = attempts.get(head)
-    origin = record.resumed_from if record else None
-    before = [n for n in heads if n < head]
-    undecided = record is None or (origin is not None and not origin.explicit and head not in complete)
-    if undecided and before:
-        reach.update(_reach(before[-1], heads, attempts, parents, complete))
-        return reach
-    number = head
-    while (parent := parents.get(number)) is not None and parent[0] < number:
-        number = parent[0]
-        reach[number] = parent[1]
-    if attempts.get(number) is None and number != head:
-        reach.update({n: _WHOLE for n in heads if n < number and attempts.get(n) is None})
-    return reach
+    line: dict[int, Reach] = {number: math.inf}
+    while True:
+        limit: Reach = math.inf
+        if resumed := _resumed(number, records):
+            number, limit = resumed.attempt, resumed.sequence
+        elif number not in records and (older := bisect_left(heads, number)):
+            number = heads[older - 1]
+        else:
+            return line
+        line[number] = limit
+
+
+def _resumed(number: int, records: Mapping[int, Attempt]) -> Origin | None:
+    """Return what an attempt resumed from; None for a fresh start, for a lost record, and for nonsense."""
+    origin = records[number].resumed_from if number in records else None
+    return origin if origin is not None and origin.attempt < number else None
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
-def _judge(
-    checkpoint: Checkpoint, lineage: Lineage, evidence: Evidence, sets: Sequence[Checkpoint], last_attempt: int
-) -> Checkpoint:
+@dataclass(frozen=True)
+class _Progress:
+    """How far every rank has come: what decides whether a partial set can still complete.
+
+    ``newest`` has an entry for each (kind, stage, tp rank) that is known at all.
+    """
+
+    newest: Mapping[tuple[Kind, int, int], tuple[int, int]]
+    saves: Mapping[Kind, Sequence[tuple[int, int]]]
+    evidence: Evidence
+    last_attempt: int
+
+    @classmethod
+    def derive(cls, sets: Sequence[Checkpoint], lineage: Lineage, evidence: Evidence) -> _Progress:
+        held: dict[tuple[Kind, int, int], set[tuple[int, int]]] = defaultdict(set)
+        saves: dict[Kind, list[tuple[int, int]]] = defaultdict(list)
+        for checkpoint in sets:
+            save = (checkpoint.id.attempt, checkpoint.id.sequence)
+            saves[checkpoint.kind].append(save)
+            for stage, tp in checkpoint.ranks:
+                held[checkpoint.kind, stage, tp].add(save)
+        for rank, reported in evidence.committed.items():
+            held[rank] |= {*reported, (0, 0)}
+        newest = {rank: max(found) for rank, found in held.items()}
+        return cls(newest, {kind: sorted(found) for kind, found in saves.items()}, evidence, lineage.last)
+
+    def death(self, checkpoint: Checkpoint) -> str | None:
+        """Return why a partial set can no longer complete, or None if it can."""
+        save = (checkpoint.id.attempt, checkpoint.id.sequence)
+        for stage, tp in _missing(checkpoint, self.evidence):
+            newest = self.newest.get((checkpoint.kind, stage, tp))
+            if newest is None:
+                continue
+            if checkpoint.id.attempt < self.last_attempt:
+                return f"attempt {checkpoint.id.attempt} has ended"
+            if newest > save:
+                return f"stage {stage} tp {tp} has committed a later one"
+        later = sum(other > save for other in self.saves[checkpoint.kind])
+        return f"{later} newer saves have come since" if later > self.evidence.slots + 1 else None
+
+
+def _judge(checkpoint: Checkpoint, lineage: Lineage, progress: _Progress) -> Checkpoint:
     """Return the checkpoint with its final state and the reason for it."""
     attempt = checkpoint.id.attempt
-    if not lineage.includes(checkpoint.id):
-        if lineage.is_branch(attempt):
-            return replace(checkpoint, state=State.ABANDONED, reason=lineage.departure(attempt))
+    counts = lineage.includes(checkpoint)
+    if not counts and not lineage.is_branch(attempt):
         return replace(checkpoint, state=State.FOREIGN, reason=f"attempt {attempt} is not one that this run came from")
-    if checkpoint.state is not State.PARTIAL:
-        return checkpoint
-    death = _death(checkpoint, evidence, sets, last_attempt)
-    return replace(checkpoint, state=State.DEAD, reason=f"{checkpoint.reason}, and {death}") if death else checkpoint
-
-
-def _death(checkpoint: Checkpoint, evidence: Evidence, sets: Sequence[Checkpoint], last_attempt: int) -> str | None:
-    """Return why a partial set can no longer complete, or None if it can."""
-    attempt, sequence = checkpoint.id.attempt, checkpoint.id.sequence
-    if attempt < last_attempt:
-        return f"attempt {attempt} has ended"
-    same = [c for c in sets if c.kind == checkpoint.kind and c.id.attempt == attempt]
-    later = [c for c in same if c.id.sequence > sequence]
-    if len(later) > evidence.slots + 1:
-        return f"{len(later)} newer saves have come since"
-    committed: dict[Rank, int] = {}
-    for other in later:
-        for shard in other.shards:
-            rank = (shard.stage, shard.tp_rank)
-            committed[rank] = max(committed.get(rank, 0), other.id.sequence)
-    for (kind, stage, tp_rank), (peer_attempt, peer_sequence) in evidence.committed.items():
-        if kind == checkpoint.kind and peer_attempt == attempt and peer_sequence > sequence:
-            committed.setdefault((stage, tp_rank), peer_sequence)
-    passed = sorted(rank for rank in committed.keys() - checkpoint.ranks)
-    if passed:
-        stage, tp = passed[0]
-        return f"stage {stage} tp {tp} has committed a later one"
-    return None
+    if checkpoint.state is State.PARTIAL and (death := progress.death(checkpoint)):
+        return replace(checkpoint, state=State.DEAD, reason=f"{checkpoint.reason}, and {death}")
+    if not counts:
+        return replace(checkpoint, state=State.ABANDONED, reason=lineage.departure(attempt))
+    return checkpoint

@@ -10,7 +10,15 @@ try:
 except ImportError:  # no wheel for this platform: four times slower, the same values
     from zlib import crc32
 
-__all__ = ["crc32", "verify_record", "verify_records"]
+__all__ = ["crc32", "fill_in", "verify_record", "verify_records"]
+
+
+def fill_in(image: memoryview, layout: Layout) -> None:
+    """Compute the CRC of every record and put it where it belongs."""
+    for record in layout.records:
+        crc = crc32(image[record.offset : record.end])
+        for field in record.crc_fields:
+            image[field : field + 4] = crc.to_bytes(4, "little")
 
 
 def verify_record(image: memoryview, record: Record) -> None:

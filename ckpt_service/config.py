@@ -28,6 +28,7 @@ class ServiceConfig(BaseModel):
     stale_seconds: float = Field(5, gt=0, description="age of a heartbeat after which readers call the status stale")
     grace_seconds: float = Field(25, gt=0, description="how long the daemon drains after SIGTERM")
     resume_wait_seconds: float = Field(60, gt=0, description="how long resume waits for older writes without progress")
+    replica_seconds: float = Field(5, gt=0, description="how long a save waits for what other replicas contribute")
     linger_seconds: float = Field(
         60, ge=0, description="how long the daemon stays after an unclean loss of its clients"
     )

@@ -44,6 +44,11 @@ _ZIP64 = 0x0001
 _TAIL_BYTES = _END64.size + _LOCATOR64.size + _END.size
 
 
+def replica(dp_rank: int) -> str:
+    """Return the name of the record that holds what only the replica ``dp_rank`` had, as an image of its own."""
+    return f".ckpt_service/replica_{dp_rank}"
+
+
 @dataclass(frozen=True)
 class Record:
     """One record of an image; all positions in bytes from its start.
@@ -316,9 +321,7 @@ def _parse_directory(image: memoryview, count: int, directory: int, directory_by
 
 def _check_structure(image: memoryview, record: Record, entry: int) -> None:
     name, data = record.name, bool(record.nbytes)
-    least = _LOCAL.size + len(name.encode()) + len(_zip64_fields(record.nbytes, record.header)) + _EXTRA.size
-    whole = record.offset - record.header >= least and _same(image, record.header, _local_header(record))
-    _require(whole, f"the header of record {name} is damaged")
+    _require(_same(image, record.header, _local_header(record)), f"the header of record {name} is damaged")
     _require(_same(image, record.end, _descriptor(record), 4 if data else None), f"record {name} has a damaged end")
     entry_is_whole = _same(image, entry, _central_entry(record), 16 if data else None)
     _require(entry_is_whole, f"the zip directory is damaged at record {name}")

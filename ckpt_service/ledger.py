@@ -9,6 +9,7 @@ from datetime import datetime
 from ckpt_service.catalog import Catalog
 from ckpt_service.errors import CkptError
 from ckpt_service.naming import Kind
+from ckpt_service.prune import Retained
 from ckpt_service.records import (
     CheckpointRef,
     CommittedRef,
@@ -19,7 +20,7 @@ from ckpt_service.records import (
     ShardStatus,
     Totals,
 )
-from ckpt_service.retention import RetentionPlan
+from ckpt_service.retention import held_back
 
 _ERRORS_SHOWN = 20
 
@@ -91,11 +92,17 @@ class Ledger:
             )
         )
 
-    def retained(self, manifest: ShardManifest, plan: RetentionPlan, deleted: int) -> None:
-        """Note what retention left and how much it deleted."""
-        kept = (shard.manifest for shard in plan.keep)
-        self._shard(manifest).kept = tuple(reference(found) for found in kept if found is not None)
-        self.counts["pruned"] += deleted
+    def retained(self, retained: Retained) -> None:
+        """Note what retention left of a shard's history, how much it deleted, and who keeps it from deleting more."""
+        kind, stage, tp_rank = retained.history.key
+        shard = self.shards.setdefault((kind, stage, tp_rank), ShardRecord())
+        kept = (found.manifest for found in retained.plan.keep)
+        shard.kept = tuple(reference(manifest) for manifest in kept if manifest is not None)
+        waiting = held_back(retained.catalog, kind=kind, stage=stage, tp_rank=tp_rank)
+        shard.held_back_by = tuple(HeldBack(stage=s, tp_rank=t, behind=n) for (s, t), n in sorted(waiting.items()))
+        self.counts["pruned"] += retained.deleted
+        if kind == "train":
+            self.seen(retained.catalog)
 
     def seen(self, catalog: Catalog) -> None:
         """Note the newest complete checkpoint."""

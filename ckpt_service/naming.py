@@ -173,7 +173,7 @@ def parse_peers_file(name: str) -> str | None:
 
 
 def launch_directory(launch: str) -> str:
-    """Return the name of the directory in which the ranks of one launch meet; a hash, since launch ids are free text."""
+    """Return the name of the directory where the ranks of a launch meet: a hash, since launch ids are free text."""
     return hashlib.sha256(launch.encode()).hexdigest()[:16]
 
 

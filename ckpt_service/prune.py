@@ -1,67 +1,108 @@
-"""Retention carried out: scan, plan, delete. Shell; runs on a thread after a commit is durable.
+"""Retention carried out: scan, plan, delete. Shell; runs on one thread after commits are durable.
 
-Only files in the directory of the job are deleted, through its descriptor, so a path that has come to mean another
-place cannot lead astray.
+A commit can complete a set, so it may free files of other ranks as well: every pass looks at all histories that this
+process writes. Each is planned by itself, and only files in its own directory are deleted, through its descriptor, so a
+path that has come to mean another place cannot lead astray.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ckpt_service import retention, scan
-from ckpt_service.catalog import Catalog, Evidence, build
+from ckpt_service.catalog import Catalog, Evidence, Shard, build
 from ckpt_service.errors import CkptError, from_os_error
-from ckpt_service.records import Retention, ShardManifest
+from ckpt_service.naming import Kind
+from ckpt_service.records import Attempt, Retention, ShardManifest
 from ckpt_service.retention import RetentionPlan, RetentionPolicy
-from ckpt_service.storage import Directory
+from ckpt_service.storage import Directory, LocalDirectory
+
+Key = tuple[Kind, int, int]
+"""(kind, stage, tp rank)"""
+
+
+@dataclass(frozen=True)
+class History:
+    """One shard's history: its newest manifest, its directory, and the policy of its trainer."""
+
+    manifest: ShardManifest
+    directory: Directory
+    policy: Retention
+
+    @property
+    def key(self) -> Key:
+        """The (kind, stage, tp rank)."""
+        return (self.manifest.kind, self.manifest.stage, self.manifest.tp_rank)
 
 
 @dataclass(frozen=True)
 class Retained:
-    """What retention found, decided and did; a deletion that failed is tried again after the next commit."""
+    """What retention found, decided and did for one history; a failed deletion is tried again at the next commit."""
 
+    history: History
     catalog: Catalog
     plan: RetentionPlan
     deleted: int
     errors: tuple[CkptError, ...]
 
 
-def retain(
-    root: str, postfix: str | None, manifest: ShardManifest, directory: Directory, policy: Retention
-) -> Retained:
-    """Delete what ``policy`` allows of the history of the shard that was just committed to ``directory``.
-
-    A late writer of an older attempt never deletes: the newer attempt decides what is needed.
-    """
-    catalog = _catalog(root, postfix, manifest, directory)
-    plan = retention.plan(
-        RetentionPolicy(policy.keep_last, policy.keep_every),
-        catalog,
-        kind=manifest.kind,
-        stage=manifest.stage,
-        tp_rank=manifest.tp_rank,
-    )
+def retain(root: str, postfix: str | None, histories: Sequence[History]) -> list[Retained]:
+    """Delete what the policies allow of these histories."""
     attempts = scan.load_attempts(root, postfix)
-    if attempts and attempts[-1].n > manifest.attempt:
-        return Retained(catalog, plan, 0, ())
+    pins = scan.load_pins(root, postfix)
+    train = _catalog(scan.scan_run(root, postfix), attempts, pins)
+    done = []
+    for history in histories:
+        catalog = train
+        if history.manifest.kind != "train":
+            shards = list(scan.scan_directory(history.directory.path, history.manifest.stage))
+            catalog = _catalog(shards, attempts, pins)
+        done.append(_retain_one(history, catalog, attempts))
+    return done
+
+
+def _catalog(shards: Sequence[Shard], attempts: Sequence[Attempt], pins: frozenset[tuple[int, int]]) -> Catalog:
+    return build(Evidence(shards, attempts, pins, slots=attempts[-1].slots if attempts else 2))
+
+
+def _retain_one(history: History, catalog: Catalog, attempts: Sequence[Attempt]) -> Retained:
+    kind, stage, tp_rank = history.key
+    policy = RetentionPolicy(history.policy.keep_last, history.policy.keep_every)
+    plan = retention.plan(policy, catalog, kind=kind, stage=stage, tp_rank=tp_rank)
+    if attempts and attempts[-1].n > history.manifest.attempt:
+        return Retained(history, catalog, plan, 0, ())  # a late writer: the newer attempt decides what is needed
     deleted, errors = 0, []
     for shard in plan.delete:
-        if os.path.dirname(shard.path) != directory.path:
+        if os.path.dirname(shard.path) != history.directory.path:
             continue
         try:
-            deleted += directory.remove(os.path.basename(shard.path))
+            deleted += history.directory.remove(os.path.basename(shard.path))
         except OSError as error:
             errors.append(from_os_error(error, op="deleting an old checkpoint", kind=CkptError, path=shard.path))
     if deleted:
-        directory.sync()
-    return Retained(catalog, plan, deleted, tuple(errors))
+        history.directory.sync()
+    return Retained(history, catalog, plan, deleted, tuple(errors))
 
 
-def _catalog(root: str, postfix: str | None, manifest: ShardManifest, directory: Directory) -> Catalog:
-    attempts = scan.load_attempts(root, postfix)
-    shards = scan.scan_run(root, postfix)
-    if manifest.kind != "train":
-        shards = list(scan.scan_directory(directory.path, manifest.stage))
-    slots = attempts[-1].slots if attempts else 2
-    return build(Evidence(shards, attempts, scan.load_pins(root, postfix), slots=slots))
+@dataclass
+class Pruner:
+    """The histories of all shards that a daemon writes. Used on one thread only; owns the directories."""
+
+    root: str
+    postfix: str | None
+    _histories: dict[Key, History] = field(default_factory=dict)
+
+    def retain_after(self, manifest: ShardManifest, directory: LocalDirectory, policy: Retention) -> list[Retained]:
+        """Note a commit and make a pass over all histories."""
+        history = History(manifest, LocalDirectory(os.dup(directory.fd), directory.path), policy)
+        known = self._histories.get(history.key)
+        if known is not None and isinstance(known.directory, LocalDirectory):
+            known.directory.close()
+        self._histories[history.key] = history
+        return self.retain()
+
+    def retain(self) -> list[Retained]:
+        """Make a pass over all histories."""
+        return retain(self.root, self.postfix, list(self._histories.values()))

@@ -1,14 +1,16 @@
 """Which files of one shard may go. Pure: policy and catalog in, plan out.
 
-A plan only ever names files of one (kind, stage, tp rank), only of this run's lineage, and never of the newest complete
-checkpoint or of a set that can still complete.
+A plan only ever deletes files of one (kind, stage, tp rank), never foreign or legacy ones or a stranger's copies, and
+never of the newest complete checkpoint, of the one that the running attempt started from before it has a complete one
+of its own, or of a set that can still complete.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from ckpt_service.catalog import Catalog, Checkpoint, Shard, State
+from ckpt_service.catalog import Catalog, Checkpoint, Shard, State, missing_ranks
 from ckpt_service.naming import Kind
 
 
@@ -55,29 +57,62 @@ class RetentionPlan:
 
 def plan(policy: RetentionPolicy, catalog: Catalog, *, kind: Kind, stage: int, tp_rank: int) -> RetentionPlan:
     """Decide for each file of this (kind, stage, tp rank) whether it stays."""
-    history = [checkpoint for checkpoint in catalog.checkpoints if checkpoint.kind == kind]
+    history = catalog.of_kind(kind)
     complete = [checkpoint for checkpoint in history if checkpoint.state is State.COMPLETE]
-    counted = [checkpoint for checkpoint in complete if not checkpoint.pinned]
-    newest = complete[0] if complete else None
-    last = set(counted[: policy.keep_last])
+    newest: dict[object, Checkpoint] = {}
+    for checkpoint in complete:
+        newest.setdefault(_place(checkpoint), checkpoint)
+    counted = [c for c in complete if not c.pinned and newest[_place(c)] is c]
+    view = _View(
+        policy,
+        newest=complete[0] if complete else None,
+        last=frozenset(counted[: policy.keep_last]),
+        replaced=frozenset(c for c in complete if newest[_place(c)] is not c),
+        origin=catalog.origin if kind == "train" else None,
+    )
     decisions = []
     for checkpoint in reversed(history):
-        keep, reason = _decide(policy, checkpoint, newest, last, head=catalog.head)
-        own = (shard for shard in checkpoint.shards if (shard.stage, shard.tp_rank) == (stage, tp_rank))
+        keep, reason = _decide(checkpoint, view)
+        files = (*checkpoint.shards, *checkpoint.copies)
+        own = (shard for shard in files if (shard.stage, shard.tp_rank) == (stage, tp_rank))
         decisions += [Decision(shard, keep, reason) for shard in own]
     return RetentionPlan(tuple(decisions))
 
 
-def _decide(
-    policy: RetentionPolicy, checkpoint: Checkpoint, newest: Checkpoint | None, last: set[Checkpoint], head: int | None
-) -> tuple[bool, str]:
-    step = checkpoint.id.step
+@dataclass(frozen=True)
+class _View:
+    """What a decision looks at besides the checkpoint itself."""
+
+    policy: RetentionPolicy
+    newest: Checkpoint | None
+    last: frozenset[Checkpoint]
+    replaced: frozenset[Checkpoint]
+    origin: tuple[int, int] | None
+
+    def is_outlived(self, checkpoint: Checkpoint) -> bool:
+        """Return whether something newer of this run is complete, so that nobody will ask for this one."""
+        return self.newest is not None and checkpoint.id.attempt > 0 and checkpoint.order < self.newest.order
+
+
+def _place(checkpoint: Checkpoint) -> object:
+    """Return what two checkpoints share when the later one replaces the earlier one: the names of their files."""
+    return None if checkpoint.kind == "hf" else (checkpoint.id.epoch, checkpoint.id.step)
+
+
+def _decide(checkpoint: Checkpoint, view: _View) -> tuple[bool, str]:
+    policy, step = view.policy, checkpoint.id.step
     match checkpoint.state:
         case _ if checkpoint.pinned:
             return True, "pinned"
-        case State.COMPLETE if checkpoint is newest:
+        case State.COMPLETE if checkpoint is view.newest:
             return True, "the newest complete checkpoint"
-        case State.COMPLETE if checkpoint in last:
+        case State.FOREIGN | State.LEGACY:
+            return True, checkpoint.reason or checkpoint.state.value
+        case _ if view.origin == (checkpoint.id.attempt, checkpoint.id.sequence):
+            return True, "the running attempt started from it"
+        case State.COMPLETE if checkpoint in view.replaced:
+            return False, "saved again since"
+        case State.COMPLETE if checkpoint in view.last:
             return True, f"one of the last {policy.keep_last}"
         case State.COMPLETE if policy.keep_every is not None and step % policy.keep_every == 0:
             return True, f"step divisible by {policy.keep_every}"
@@ -87,9 +122,18 @@ def _decide(
             return True, "it can still complete"
         case State.DEAD:
             return False, "it can no longer complete"
-        case State.ABANDONED if newest is not None and newest.id.attempt == head:
+        case State.ABANDONED if view.is_outlived(checkpoint):
             return False, checkpoint.reason or "abandoned"
-        case State.DAMAGED if newest is not None and checkpoint.id.attempt and checkpoint.order < newest.order:
+        case State.DAMAGED if view.is_outlived(checkpoint):
             return False, "damaged, and a newer checkpoint is complete"
         case _:
             return True, checkpoint.reason or checkpoint.state.value
+
+
+def held_back(catalog: Catalog, *, kind: Kind, stage: int, tp_rank: int) -> dict[tuple[int, int], int]:
+    """Return the ranks that this one waits for, and how many of its saves they are behind."""
+    behind: Counter[tuple[int, int]] = Counter()
+    for checkpoint in catalog.of_kind(kind):
+        if checkpoint.state is State.PARTIAL and (stage, tp_rank) in checkpoint.ranks:
+            behind.update(missing_ranks(checkpoint))
+    return dict(behind)

@@ -30,7 +30,7 @@ from ckpt_service.intake import Held
 from ckpt_service.jobs import JobBook, JobKey, Phase
 from ckpt_service.ledger import Ledger
 from ckpt_service.lifetime import Lifetime
-from ckpt_service.prune import Retained, retain
+from ckpt_service.prune import Pruner, Retained
 from ckpt_service.records import (
     PROTOCOL,
     ClientMessage,
@@ -92,6 +92,8 @@ class Server:
         self._ledger = Ledger()
         self._publisher = Publisher(paths.status, self._status, config.heartbeat_seconds)
         self._commits = ThreadPoolExecutor(config.shards_at_once, "ckpt-commit")
+        self._pruner = Pruner(paths.root, paths.postfix)
+        self._pruning = ThreadPoolExecutor(1, "ckpt-prune")
         self._work = ThreadPoolExecutor(_WORKERS, "ckpt-work")
         self._options = WriteOptions(
             config.writer_threads, config.chunk_bytes, config.direct_io, RateLimit(config.rate_limit_bytes_per_second)
@@ -311,7 +313,7 @@ class Server:
         if (found.st_dev, found.st_ino) not in self._swept:
             self._swept.add((found.st_dev, found.st_ino))
             with contextlib.suppress(OSError):  # litter costs space only
-                sweep(held.directory, lambda name: name.host == self._paths.host)
+                sweep(held.directory, lambda name: name.is_of(self._paths.host))
         return commit(
             held.snapshot,
             held.directory,
@@ -355,22 +357,24 @@ class Server:
     async def _prune(self, held: Held) -> None:
         """Publish that the newer file is safe, then delete what is too old. Neither failing undoes the commit."""
         await self._publisher.publish(self._config.notice_seconds)
-        try:
-            offer = held.offer
-            retained = await self._on_thread(
-                lambda: retain(self._paths.root, self._paths.postfix, offer.manifest, held.directory, offer.retention)
-            )
-        except OSError as error:
-            self._ledger.complain(CkptError(f"retention failed: {error}", op="prune"), datetime.now(timezone.utc))
-        else:
-            self._on_retained(held, retained)
+        offer = held.offer
+        await self._retain(
+            functools.partial(self._pruner.retain_after, offer.manifest, held.directory, offer.retention)
+        )
         self._handle(jobs.Pruned(held.key))
 
-    def _on_retained(self, held: Held, retained: Retained) -> None:
-        self._ledger.seen(retained.catalog)
-        self._ledger.retained(held.offer.manifest, retained.plan, retained.deleted)
-        for error in retained.errors:
-            self._ledger.complain(error, datetime.now(timezone.utc), held.offer.manifest)
+    async def _retain(self, work: Callable[[], list[Retained]]) -> None:
+        now = datetime.now(timezone.utc)
+        try:
+            done = await asyncio.get_running_loop().run_in_executor(self._pruning, work)
+        except OSError as error:
+            self._ledger.complain(CkptError(f"retention failed: {error}", op="prune"), now)
+            return
+        for retained in done:
+            self._ledger.retained(retained)
+            for problem in retained.errors:
+                self._ledger.complain(problem, now, retained.history.manifest)
+        self._publisher.changed()
 
     # --- the life of the daemon ---------------------------------------------------------------------------------------
 
@@ -409,6 +413,8 @@ class Server:
             self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=True)
         for client in list(self._clients.values()):
             await client.connection.close()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._retain(self._pruner.retain), self._config.notice_seconds)
         self._state = "stopped"
         await self._publisher.publish(self._config.notice_seconds)
         log.info("left, with %d snapshots not written", len(lost))

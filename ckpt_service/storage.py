@@ -94,29 +94,29 @@ class LocalFile:
     """A new file on a local or network filesystem.
 
     Two descriptors: ``fd`` holds the lock that tells others the writer lives, and takes buffered writes; ``direct_fd``
-    (None where direct I/O is not to be had) takes those that are aligned.
+    (None where direct I/O is not to be had) takes those that are aligned. Both stay open until :meth:`close`, since
+    another thread may be about to use a number that the kernel would give to someone else's file.
     """
 
     fd: int
     direct_fd: int | None
+    _fell_back: bool = False
 
     @property
     def direct(self) -> bool:
         """Whether writes still go past the page cache."""
-        return self.direct_fd is not None
+        return self.direct_fd is not None and not self._fell_back
 
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``, directly if possible, else buffered from here on."""
         done = 0
-        direct = self.direct_fd
-        if direct is not None:
+        if self.direct_fd is not None and not self._fell_back:
             try:
-                done = os.pwrite(direct, data, offset)
+                done = os.pwrite(self.direct_fd, data, offset)
             except OSError as error:
                 if error.errno not in _NOT_DIRECT:
                     raise
-                self.direct_fd = None
-                os.close(direct)
+                self._fell_back = True
         while done < len(data):  # a raw write may be short, and the rest of a direct one unaligned
             done += os.pwrite(self.fd, data[done:], offset + done)
 

@@ -43,7 +43,8 @@ class RateLimit:
             now = self.clock()
             begin = max(now, self._free_at)
             self._free_at = begin + nbytes / self.bytes_per_second
-        if stop.wait(self._free_at - now):
+            pause = self._free_at - now
+        if stop.wait(pause):
             raise Stopped
 
 
@@ -214,7 +215,9 @@ def commit(
             watcher.renaming()
             # One process at a time looks and renames: a late writer of an older attempt gives way to a newer file.
             with directory.locked():
-                _give_way(snapshot, directory)
+                there = _manifest_at(directory, final)
+                _give_way(snapshot, there, directory)
+                _set_aside(manifest, there, final, directory)
                 directory.replace(partial, final)
                 renamed = True
             # The name itself is durable only now; before this, a power cut may bring the old directory back.
@@ -242,18 +245,28 @@ def _present(snapshot: Snapshot, directory: Directory) -> bool:
     return found == snapshot.manifest
 
 
-def _give_way(snapshot: Snapshot, directory: Directory) -> None:
-    found = _manifest_at(directory, snapshot.final_name)
+def _give_way(snapshot: Snapshot, there: ShardManifest | None, directory: Directory) -> None:
     mine = snapshot.manifest
-    if found is None or found.run_id != mine.run_id:
+    if there is None or there.run_id != mine.run_id:
         return
-    if (found.attempt, found.sequence) > (mine.attempt, mine.sequence):
+    if (there.attempt, there.sequence) > (mine.attempt, mine.sequence):
         raise SnapshotSuperseded(
-            f"step {mine.step}: attempt {found.attempt} has written {snapshot.final_name} since",
+            f"step {mine.step}: attempt {there.attempt} has written {snapshot.final_name} since",
             op="commit",
             step=mine.step,
             path=os.path.join(directory.path, snapshot.final_name),
         )
+
+
+def _set_aside(mine: ShardManifest, there: ShardManifest | None, final: str, directory: Directory) -> None:
+    """Keep the shard that is about to be replaced: its set may be the only complete one until ours is.
+
+    A set of one file is complete with the rename itself, so nothing has to be kept for it.
+    """
+    if there is None or (mine.pp * mine.tp == 1 and there.pp * there.tp == 1):
+        return
+    with contextlib.suppress(FileExistsError):  # a crash came between this link and the rename
+        directory.link(final, naming.kept(final, attempt=there.attempt, sequence=there.sequence))
 
 
 def _manifest_at(directory: Directory, name: str) -> ShardManifest | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +30,32 @@ class Blueprint:
     layout: Layout
 
 
-def blueprint(plan: Plan) -> Blueprint:
-    """Lay out the image of a plan: manifest, storages in pickle order, then the pickle and torch's small records."""
+def blueprint(plan: Plan, replicas: Mapping[int, bytes] | None = None) -> Blueprint:
+    """Lay out the image of a plan: manifest, storages in pickle order, the pickle, replicas, torch's small records.
+
+    ``replicas`` are the images that other data-parallel replicas contribute, by their rank. Where the storages lie does
+    not depend on them, so they may come later than the copy.
+    """
     sizes = [RecordSize(image.MANIFEST, image.manifest_capacity())]
     sizes += [RecordSize(f"data/{span.key}", span.nbytes, aligned=True) for span in plan.spans]
     sizes += [RecordSize(image.PICKLE, len(plan.pickled)), RecordSize(image.BYTEORDER, len(sys.byteorder))]
+    sizes += [RecordSize(image.replica(rank), len(content)) for rank, content in sorted((replicas or {}).items())]
     sizes += [RecordSize(image.VERSION, len(_SMALL[image.VERSION])), RecordSize(image.SERIALIZATION_ID, 40)]
     return Blueprint(plan, image.lay_out(sizes))
 
 
-def capture(blueprint: Blueprint, manifest: ShardManifest, slot: Slot) -> Snapshot:
-    """Fill a slot with the image of a state; ``manifest.bytes`` and ``.tensors`` must be those of the blueprint.
+def stage(blueprint: Blueprint, slot: Slot) -> None:
+    """Copy every storage to its place in the slot. When this returns, the live state may change."""
+    view = memoryview(slot.mapping)
+    _copy(blueprint.plan.spans, blueprint.layout, view)
+
+
+def finish(
+    blueprint: Blueprint, manifest: ShardManifest, slot: Slot, replicas: Mapping[int, bytes] | None = None
+) -> Snapshot:
+    """Write all that is not a storage around the staged ones.
+
+    ``manifest.bytes`` and ``.tensors`` must be those of the blueprint.
 
     Raises:
         ValueError: the manifest is too long.
@@ -55,14 +71,20 @@ def capture(blueprint: Blueprint, manifest: ShardManifest, slot: Slot) -> Snapsh
         image.BYTEORDER: sys.byteorder.encode(),
         image.SERIALIZATION_ID: str(secrets.randbelow(10**40)).zfill(40).encode(),
         **_SMALL,
+        **{image.replica(rank): content for rank, content in (replicas or {}).items()},
     }
     for name, content in small.items():
         record = layout.find(name)
         assert record is not None, name
         assert record.nbytes == len(content), name
         view[record.offset : record.end] = content
-    _copy(plan.spans, layout, view)
     return Snapshot(manifest, layout, view)
+
+
+def capture(blueprint: Blueprint, manifest: ShardManifest, slot: Slot) -> Snapshot:
+    """Stage and finish at once: the whole image of a state."""
+    stage(blueprint, slot)
+    return finish(blueprint, manifest, slot)
 
 
 def _padded(manifest: ShardManifest) -> bytes:

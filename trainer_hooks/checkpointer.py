@@ -6,30 +6,28 @@ import atexit
 import logging
 import os
 import sys
-import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
-from datetime import datetime, timezone
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from ckpt_service import __version__, naming, ownership, prune, scan, writer
-from ckpt_service.catalog import CheckpointId, State
+from ckpt_service import __version__, naming, ownership, scan, writer
+from ckpt_service.catalog import CheckpointId, State, build
 from ckpt_service.config import load_config
-from ckpt_service.errors import CkptError, SaveFailed, from_os_error
-from ckpt_service.naming import Kind
-from ckpt_service.records import Attempt, Hello, Offer, Origin, Retention, ShardManifest, TopologyRecord
+from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable, StateMismatch
+from ckpt_service.records import Hello, Origin, ShardManifest
 from ckpt_service.retention import RetentionPolicy
-from ckpt_service.storage import LocalDirectory, make_directories
-from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions
-from trainer_hooks import layout, resume
-from trainer_hooks.capture import Blueprint, blueprint, capture
-from trainer_hooks.client import Pending, ServiceClient
+from ckpt_service.storage import LocalDirectory
+from trainer_hooks import layout, replicas, resume
+from trainer_hooks.capture import blueprint
+from trainer_hooks.choice import candidates
+from trainer_hooks.client import ServiceClient
 from trainer_hooks.launch import Service
+from trainer_hooks.load import LoadedShard
 from trainer_hooks.resume import ResumePoint
-from trainer_hooks.slots import Slot, SlotPool
+from trainer_hooks.saving import OnFull, Saver
+from trainer_hooks.start import Run, prepare_root, utc_now
 from trainer_hooks.tickets import SaveTicket
 from trainer_hooks.topology import Topology
 from trainer_hooks.tracking import Tracked
@@ -39,24 +37,29 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves the state of a training loop without stopping it, and resumes from the last checkpoint that is whole.
+    """Saves the state of a training loop without stopping it, and resumes from the last checkpoint that all ranks have.
+
+    Making one is collective on all ranks with ``async_ckpt=True``, and so are ``resume`` and, with
+    ``async_ckpt=False``, the first ``save``. Everything else is local.
 
     Args:
         root: the directory of the run; made if it is not there.
-        topology: the place of this rank.
+        topology: the place of this rank; by default it is the only one.
         postfix: tells several runs in one root apart; part of the directory names.
         async_ckpt: hand snapshots to the daemon. False writes the same bytes at the same names before ``save`` returns.
         keep_last: how many complete checkpoints to keep, at least 1.
         retention: the whole policy, instead of ``keep_last``.
         slots: how many snapshots may be on their way at once; each takes the size of the state in shared memory.
-        on_full: what ``save`` does when all slots are taken; "block" waits for the disk.
+        on_full: what ``save`` does when all slots are taken. "block" waits for the disk; "skip" drops the new snapshot,
+            on all ranks or on none.
         staging: "overlap" or "blocking". Both copy the state before ``save`` returns in this release.
-        service: "auto" finds or starts this user's daemon for the run directory; a path is the socket of an external
-        one. trust: classes, beyond plain values, that a state may hold.
+        service: "auto" finds or starts this user's daemon for the run directory; a path is the socket of another one.
+        trust: classes, beyond plain values, that a state may hold.
 
     Raises:
         ValueError: an option is wrong; names it.
-        ServiceUnavailable: no daemon answers.
+        ServiceUnavailable: no daemon answers on some rank.
+        RunDirectoryBusy: another run trains on this root, or this rank has restarted alone.
         CkptError: the root cannot be written.
     """
 
@@ -70,38 +73,34 @@ class Checkpointer:
         keep_last: int = 2,
         retention: RetentionPolicy | None = None,
         slots: int = 2,
-        on_full: Literal["block"] = "block",
+        on_full: OnFull = "block",
         staging: Literal["overlap", "blocking"] = "overlap",
         service: str | os.PathLike[str] = "auto",
         trust: Iterable[type] = (),
     ) -> None:
-        _one_of("on_full", on_full, ("block",))
+        _one_of("on_full", on_full, ("block", "skip"))
         _one_of("staging", staging, ("overlap", "blocking"))
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ValueError(f"slots={slots!r}: it must be a whole number of at least 1")
-        self._topology = topology or Topology()
-        if self._topology.world_size > 1:
-            raise ValueError(f"topology={self._topology}: this release saves from one rank only")
-        self._postfix = naming.check_postfix(postfix)
-        self._policy = retention or RetentionPolicy(keep_last)
+        postfix = naming.check_postfix(postfix)
+        policy = retention or RetentionPolicy(keep_last)
+        place = topology or Topology()
+        config = load_config(os.environ)
         self._allowed = Allowed(trust)
-        self._config = load_config(os.environ)
-        self._host = ownership.host_name(os.environ)
-        self._root = _prepared_root(root, self._postfix)
-        self._async = async_ckpt
         self._tracked = Tracked()
-        self._pool = SlotPool(slots)
-        self._sequences: Counter[Kind] = Counter()
-        self._repeats: Counter[tuple[Kind, int, int]] = Counter()
-        self._failures: deque[SaveFailed] = deque()
+        self._sequence = 0
+        self._repeats: Counter[tuple[int, int]] = Counter()
         self._last: SaveTicket | None = None
-        self._attempt: Attempt | None = None
-        self._origin: Origin | None = None
-        self._client: ServiceClient | None = None
         self._closed = False
         self._pid = os.getpid()
-        if async_ckpt:
-            self._start(slots, None if service == "auto" else os.path.abspath(service))
+        host = ownership.host_name(os.environ)
+        self._run = Run(prepare_root(root, postfix), postfix, host, place, slots, config)
+        try:
+            client = self._connected(service) if async_ckpt else None
+            self._saver = Saver(self._run, policy, client, on_full)
+        except BaseException:
+            self._run.end()
+            raise
         atexit.register(self._at_exit)
 
     # --- what a loop calls --------------------------------------------------------------------------------------------
@@ -123,38 +122,44 @@ class Checkpointer:
             step: the training step, part of the file's name.
             epoch: the epoch, part of the file's name.
             state: what to write, exactly. Without it: the tracked objects, their RNG, ``epoch``, ``step``, ``stage``.
-            final: this is the last save of the run.
+            final: this is the last save of the run; it is never skipped.
 
         Returns:
-            The ticket. A failure of the write is found there, as a warning at the next ``save``, and in the status;
-            it never ends the training.
+            The ticket; on a rank that does not write it is done at once. A failure of the write is found there, as a
+            warning at the next ``save``, and in the status; it never ends the training.
 
         Raises:
             ValueError: step or epoch is not a whole number, or (``StateRefused``) the state holds something that could
                 not be loaded again; names the key path.
         """
-        self._sequences["train"] += 1
+        self._sequence += 1
         self._require_usable()
         _require_count("step", step)
         _require_count("epoch", epoch)
-        self._warn_of_failures()
+        self._repeats[(step, epoch)] += 1
+        if state is None and not self._tracked:
+            raise ValueError("state: give a state to save, or name objects with track() first")
+        self._saver.warn_of_failures()
+        if self._run.attempt is None:
+            self._run.begin()
+        self._warn_of_strangers()
+        self._last = ticket = SaveTicket(step, epoch)
+        manifest = self._manifest(step, epoch)
+        if not self._run.topology.is_writer:
+            self._contribute(manifest, tracked=state is None)
+            ticket.resolve(None)
+            return ticket
+        shared = state is None and manifest.dp > 1
         if state is None:
-            state = self._collected(step, epoch)
-        ticket = SaveTicket(step, epoch)
-        self._last = ticket
+            state = {"epoch": epoch, "step": step, "stage": manifest.stage, **self._tracked.collect()}
         plan = blueprint(layout.plan(state, self._allowed))
-        try:
-            manifest = self._manifest(plan, step, epoch)
-            if self._async:
-                self._hand_over(plan, manifest, ticket)
-            else:
-                self._write(plan, manifest, ticket)
-        except SaveFailed as error:
-            self._failed(ticket, error)
+        self._saver.save(plan, manifest, ticket, with_replicas=shared, final=final)
         return ticket
 
     def resume(self, step: int | None = None, epoch: int | None = None, *, strict: bool = True) -> ResumePoint | None:
-        """Load the newest complete checkpoint of this run, or the one that is named, into the tracked objects.
+        """Load the newest checkpoint that all ranks have, or the one that is named, into the tracked objects.
+
+        Collective: all ranks load the same one, or all raise, and then nothing has been touched anywhere.
 
         Args:
             step: roll back to this step; what was saved after it counts no longer.
@@ -168,32 +173,33 @@ class Checkpointer:
             ValueError: the named checkpoint is not there.
             NoUsableCheckpoint: there are checkpoints, and all are damaged.
             LayoutMismatch: they were saved with another pp or tp.
-            StateMismatch: the checkpoint does not fit what is tracked; nothing was touched.
+            StateMismatch: on some rank the checkpoint does not fit what is tracked.
         """
         self._require_usable()
         if step is None and epoch is not None:
             raise ValueError("epoch: give the step as well")
         self._settle()
-        catalog = scan.load_catalog(self._root, self._postfix)
-        choice = resume.candidates(catalog, self._topology, step, epoch)
-        point = resume.load_first(choice, self._topology, self._allowed, explicit=step is not None)
-        if point is None:
-            partial = [c.id.step for c in catalog.of_kind("train") if c.state in (State.PARTIAL, State.DEAD)]
+        found = build(resume.evidence(self._run))
+        choice = candidates(found, self._run.topology, step, epoch)
+        taken = resume.load_agreed(self._run, choice, self._allowed, explicit=step is not None)
+        if taken is None:
+            partial = [c.id.step for c in found.of_kind("train") if c.state in (State.PARTIAL, State.DEAD)]
             if partial:
                 warnings.warn(f"nothing to resume from: only partial checkpoints, of steps {partial}", stacklevel=2)
             return None
-        if self._tracked:
-            self._tracked.check(point.state, strict=strict)
+        point, loaded = taken
+        mine = self._with_replica(loaded, point)
+        self._run.agree(lambda: self._checked(mine, strict=strict), b"", kind=StateMismatch)
         if point.attempt:
-            self._origin = Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None)
-        if self._attempt is not None and self._origin is not None:
-            self._attempt = ownership.record_resume(self._root, self._postfix, self._attempt, self._origin)
-        self._tracked.restore(point.state)
+            self._run.note_origin(Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None))
+        self._tracked.restore(mine)
+        if loaded.replica is None and self._run.topology.dp_rank > 0 and self._tracked:
+            self._seed(point)
         return point
 
     def latest(self) -> CheckpointId | None:
-        """Return the newest complete checkpoint of this run, or None."""
-        newest = scan.load_catalog(self._root, self._postfix).newest_complete()
+        """Return the newest complete checkpoint of this run as this host sees it, or None."""
+        newest = scan.load_catalog(self._run.root, self._run.postfix).newest_complete()
         return newest.id if newest else None
 
     def drain(self, timeout: float | None = None) -> None:
@@ -203,8 +209,8 @@ class Checkpointer:
             TimeoutError: ``timeout`` seconds are over.
             SaveFailed: nothing has moved for ``stall_seconds``; names what is not safe.
         """
-        if self._client is not None and not self._closed:
-            self._client.wait_idle(timeout)
+        if not self._closed:
+            self._saver.drain(timeout)
 
     def close(self) -> None:
         """Wait for what is pending and leave. Twice is fine.
@@ -222,9 +228,8 @@ class Checkpointer:
         finally:
             self._closed = True
             atexit.unregister(self._at_exit)
-            if self._client is not None:
-                self._client.close()
-            self._pool.close()
+            self._saver.close()
+            self._run.end()
         if problem is None and self._last is not None and self._last.committed.done():
             failure = self._last.committed.exception()
             problem = failure if isinstance(failure, SaveFailed) else None
@@ -244,78 +249,51 @@ class Checkpointer:
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def _start(self, slots: int, socket: str | None) -> None:
-        attempt = self._take_attempt(slots)
+    def _connected(self, service: str | os.PathLike[str]) -> ServiceClient | None:
+        """Take the attempt and connect the writers to their daemons; all ranks succeed or all raise."""
+        run, place = self._run, self._run.topology
+        attempt = run.begin()
         hello = Hello(
             version=__version__,
             role="trainer",
             pid=os.getpid(),
-            root=self._root,
-            postfix=self._postfix,
+            root=run.root,
+            postfix=run.postfix,
             run_id=attempt.run_id,
             attempt=attempt.n,
-            stage=self._topology.stage,
-            tp_rank=self._topology.tp_rank,
-            slots=slots,
+            stage=place.stage,
+            tp_rank=place.tp_rank,
+            slots=run.slots,
         )
-        service = Service(self._root, self._postfix, self._host, socket, os.environ)
-        self._client = ServiceClient(service, hello, self._config)
-        self._client.start()
+        socket = None if service == "auto" else os.path.abspath(service)
+        client = ServiceClient(Service(run.root, run.postfix, run.host, socket, os.environ), hello, run.config)
 
-    def _take_attempt(self, slots: int) -> Attempt:
-        place = self._topology
-        start = ownership.Start(
-            host=self._host,
-            pid=os.getpid(),
-            topology=TopologyRecord(pp=place.pp, dp=place.dp, tp=place.tp),
-            slots=slots,
-            started_at=_now(),
-        )
-        attempt = ownership.take_attempt(self._root, self._postfix, start)
-        if self._origin is not None:  # resumed before this object had written anything
-            attempt = ownership.record_resume(self._root, self._postfix, attempt, self._origin)
-        self._attempt = attempt
-        return attempt
+        def start() -> bytes:
+            if place.is_writer:
+                client.start()
+            return b""
 
-    def _settle(self) -> None:
-        """Let older attempts finish what the daemon holds of theirs, then clear away what they left half written."""
-        if self._client is None or self._attempt is None:
-            return
-        if not self._client.settle():
-            warnings.warn(
-                f"older snapshots were not written within {self._config.resume_wait_seconds} s and are dropped",
-                stacklevel=3,
-            )
-        number = self._attempt.n
         try:
-            with LocalDirectory.open(self._directory()) as directory:
-                writer.sweep(directory, lambda name: name.attempt < number and self._is_mine(name.final))
-        except OSError as error:
-            log.warning("temporary files could not be cleared away: %s", error)
-
-    def _is_mine(self, final: str) -> bool:
-        parsed = naming.parse_shard(final)
-        return parsed is not None and (parsed.tp_rank or 0) == self._topology.tp_rank
+            run.agree(start, b"", kind=ServiceUnavailable)
+        except CkptError:
+            client.close()
+            raise
+        if place.dp > 1:
+            run.group.exchange()
+        return client if place.is_writer else None
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
-    def _collected(self, step: int, epoch: int) -> dict[str, Any]:
-        if not self._tracked:
-            raise ValueError("state: give a state to save, or name objects with track() first")
-        return {"epoch": epoch, "step": step, "stage": self._topology.stage, **self._tracked.collect()}
-
-    def _manifest(self, plan: Blueprint, step: int, epoch: int) -> ShardManifest:
-        attempt = self._attempt or self._take_attempt(self._pool.count)
-        if not self._repeats:
-            self._warn_of_strangers(attempt)
-        place = self._topology
-        self._repeats[("train", step, epoch)] += 1
+    def _manifest(self, step: int, epoch: int) -> ShardManifest:
+        """Return the manifest of this save; its size and its count of tensors are filled in with the image."""
+        attempt, place = self._run.attempt, self._run.topology
+        assert attempt is not None
         return ShardManifest(
             kind="train",
             run_id=attempt.run_id,
             attempt=attempt.n,
-            sequence=self._sequences["train"],
-            repeat=self._repeats[("train", step, epoch)] - 1,
+            sequence=self._sequence,
+            repeat=self._repeats[(step, epoch)] - 1,
             step=step,
             epoch=epoch,
             stage=place.stage,
@@ -324,109 +302,71 @@ class Checkpointer:
             pp=place.pp,
             tp=place.tp,
             dp=place.dp,
-            created_at=_now(),
+            created_at=utc_now(),
             producer=f"ckpt-service {__version__}",
-            bytes=plan.layout.nbytes,
-            tensors=plan.plan.tensors,
+            bytes=0,
+            tensors=0,
         )
 
-    def _hand_over(self, plan: Blueprint, manifest: ShardManifest, ticket: SaveTicket) -> None:
-        client = self._client
-        assert client is not None
-        began = time.monotonic()
-        slot = self._pool.take(plan.layout.nbytes, lambda: not client.is_stalled(began))
-        if slot is None:
-            raise SaveFailed(
-                f"step {manifest.step} was not saved: all {self._pool.count} slots are taken and nothing has moved "
-                f"for {self._config.stall_seconds} s",
-                op="save",
-                step=manifest.step,
-                hint="look at the status file and the daemon's log",
-            )
-        self._captured(plan, manifest, slot).view.release()
-        ticket.staged.set_result(None)
-        ticket.committed.add_done_callback(lambda future: self._note(future.exception()))
-        offer = Offer(manifest=manifest, directory=self._directory(), umask=_umask(), retention=self._retention())
-        client.submit(Pending(offer, slot.fd, ticket, lambda reusable: self._pool.give_back(slot, reusable=reusable)))
-
-    def _write(self, plan: Blueprint, manifest: ShardManifest, ticket: SaveTicket) -> None:
-        """Do here and now what the daemon would do."""
-        slot = self._pool.take(plan.layout.nbytes, lambda: False)
-        assert slot is not None, "a synchronous save gives its slot back before it returns"
-        snapshot = self._captured(plan, manifest, slot)
-        try:
-            with LocalDirectory.open(self._directory()) as directory:
-                writer.commit(
-                    snapshot,
-                    directory,
-                    mode=0o666 & ~_umask(),
-                    host=self._host,
-                    token=os.urandom(4).hex(),
-                    options=WriteOptions(
-                        self._config.writer_threads,
-                        self._config.chunk_bytes,
-                        self._config.direct_io,
-                        RateLimit(self._config.rate_limit_bytes_per_second),
-                    ),
-                    watcher=Watcher(),
-                )
-                ticket.resolve(Path(directory.path, snapshot.final_name))
-                self._retain(manifest, directory)
-        except OSError as error:
-            raise from_os_error(error, op=f"saving step {manifest.step}", kind=SaveFailed) from error
-        finally:
-            snapshot.view.release()
-            self._pool.give_back(slot)
-
-    def _retain(self, manifest: ShardManifest, directory: LocalDirectory) -> None:
-        """Delete what is too old. What cannot be deleted is tried again after the next save; the commit stands."""
-        try:
-            errors = prune.retain(self._root, self._postfix, manifest, directory, self._retention()).errors
-        except OSError as error:
-            errors = (from_os_error(error, op="retention", kind=CkptError, path=directory.path),)
-        for problem in errors:
-            warnings.warn(str(problem), stacklevel=5)
-
-    def _captured(self, plan: Blueprint, manifest: ShardManifest, slot: Slot) -> Snapshot:
-        try:
-            return capture(plan, manifest, slot)
-        except BaseException:
-            self._pool.give_back(slot)
-            raise
-
-    def _retention(self) -> Retention:
-        return Retention(keep_last=self._policy.keep_last, keep_every=self._policy.keep_every)
-
-    def _directory(self) -> str:
-        return os.path.join(self._root, naming.stage_directory(self._topology.stage, self._postfix))
-
-    # --- failures -----------------------------------------------------------------------------------------------------
-
-    def _failed(self, ticket: SaveTicket, error: SaveFailed) -> None:
-        ticket.fail(error)
-        self._note(error)
-
-    def _note(self, error: BaseException | None) -> None:
-        if isinstance(error, SaveFailed):
-            log.error("%s", error)
-            self._failures.append(error)
-
-    def _warn_of_failures(self) -> None:
-        while self._failures:
-            warnings.warn(f"an earlier save failed: {self._failures.popleft()}", stacklevel=3)
-
-    def _warn_of_strangers(self, attempt: Attempt) -> None:
-        """Tell a user who starts afresh in a used directory what lies there; resume() would have continued it."""
-        if attempt.resumed_from is not None:
+    def _contribute(self, manifest: ShardManifest, *, tracked: bool) -> None:
+        """Leave for the writer what only this replica has; without it the save goes on, and says who is absent."""
+        if not tracked:
             return
-        there = scan.load_catalog(self._root, self._postfix).of_kind("train")
+        content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed)
+        try:
+            self._run.group.exchange().put(replicas.key(manifest, manifest.dp_rank), content)
+        except (RuntimeError, OSError) as error:
+            warnings.warn(f"step {manifest.step}: this replica's random numbers are not saved: {error}", stacklevel=3)
+
+    def _warn_of_strangers(self) -> None:
+        """Tell a user who starts afresh in a used directory what lies there; resume() would have continued it."""
+        if self._sequence > 1 or self._run.origin is not None or self._run.topology.rank > 0:
+            return
+        there = scan.load_catalog(self._run.root, self._run.postfix).of_kind("train")
         if there:
             newest = there[0].id
             warnings.warn(
-                f"{self._root} holds {len(there)} checkpoints of earlier runs (the newest: step {newest.step} epoch "
-                f"{newest.epoch}) and resume() was not called: they stay, and this run starts a history of its own",
-                stacklevel=4,
+                f"{self._run.root} holds {len(there)} checkpoints of earlier runs (the newest: step {newest.step} "
+                f"epoch {newest.epoch}) and resume() was not called: they stay, and this run has a history of its own",
+                stacklevel=3,
             )
+
+    # --- resume -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Let older attempts finish what the daemon holds of theirs, then clear away what they left half written."""
+        attempt, place = self._run.attempt, self._run.topology
+        if attempt is None or not place.is_writer:
+            return
+        if not self._saver.settle():
+            seconds = self._run.config.resume_wait_seconds
+            warnings.warn(f"older snapshots were not written within {seconds} s and are dropped", stacklevel=3)
+        try:
+            with LocalDirectory.open(self._run.stage_directory) as directory:
+                writer.sweep(directory, lambda name: name.attempt < attempt.n and _tp_rank(name.final) == place.tp_rank)
+        except OSError as error:
+            log.warning("temporary files could not be cleared away: %s", error)
+
+    def _with_replica(self, loaded: LoadedShard, point: ResumePoint) -> Any:
+        return loaded.state if loaded.replica is None else {**loaded.state, **loaded.replica}
+
+    def _checked(self, state: Any, *, strict: bool) -> bytes:
+        if self._tracked:
+            self._tracked.check(state, strict=strict)
+        return b""
+
+    def _seed(self, point: ResumePoint) -> None:
+        """Give a replica that the checkpoint does not know random numbers of its own."""
+        attempt = self._run.attempt
+        run_id = attempt.run_id if attempt else self._run.root
+        replicas.seed_all(replicas.derived_seed(run_id, point.sequence, self._run.topology))
+        warnings.warn(
+            f"step {point.step} holds no random numbers of data-parallel rank {self._run.topology.dp_rank}: it starts "
+            "from a seed derived from the run and the rank",
+            stacklevel=3,
+        )
+
+    # --- life ---------------------------------------------------------------------------------------------------------
 
     def _require_usable(self) -> None:
         if self._closed:
@@ -446,30 +386,9 @@ class Checkpointer:
             os._exit(1)  # an exception here would be printed, and the exit code stay 0
 
 
-def _prepared_root(root: str | os.PathLike[str], postfix: str | None) -> str:
-    """Make the root absolute, free of links, and prove that it can be written."""
-    path = os.path.realpath(os.fspath(root))
-    service = ownership.service_path(path, postfix)
-    probe = os.path.join(service, f".probe.{os.getpid()}")
-    try:
-        make_directories(service)
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
-        os.unlink(probe)
-    except OSError as error:
-        raise from_os_error(error, op="preparing the root", kind=CkptError, path=path) from error
-    return path
-
-
-def _umask() -> int:
-    """Return the umask of this process, which can only be read by setting it, or from proc(5)."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
-
-
-def _now() -> datetime:
-    """Return the time in UTC, in the milliseconds that the manifest holds."""
-    now = datetime.now(timezone.utc)
-    return now.replace(microsecond=now.microsecond // 1000 * 1000)
+def _tp_rank(final: str) -> int | None:
+    parsed = naming.parse_shard(final)
+    return (parsed.tp_rank or 0) if parsed is not None else None
 
 
 def _one_of(option: str, value: object, known: tuple[str, ...]) -> None:

@@ -66,6 +66,7 @@ class ServiceClient:
         self._outbox: deque[Pending | Settle | Goodbye] = deque()
         self._changed = threading.Condition()
         self._progress_at = time.monotonic()
+        self._asked: Settle | None = None
         self._settled: Settled | None = None
         self._closing = False
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -123,13 +124,14 @@ class ServiceClient:
 
     def _settles_within(self, request: Settle) -> bool:
         with self._changed:
-            self._settled = None
+            self._asked, self._settled = request, None
         self._post(request)
         seen: Settled | None = None
         moved = time.monotonic()
         with self._changed:
             while time.monotonic() - moved < self._config.resume_wait_seconds:
                 if self._settled is not None and self._settled.pending == 0:
+                    self._asked = None
                     return True
                 if self._settled != seen:
                     seen, moved = self._settled, time.monotonic()
@@ -209,8 +211,9 @@ class ServiceClient:
                 time.sleep(_RECONNECT_PAUSE_SECONDS)
                 continue
             with self._changed:
-                waiting = [message for message in self._outbox if not isinstance(message, Pending)]
-                self._outbox = deque([*self._pending.values(), *waiting])
+                waiting = [message for message in self._outbox if isinstance(message, Goodbye)]
+                asked = [self._asked] if self._asked is not None else []  # the daemon that was asked may be dead
+                self._outbox = deque([*self._pending.values(), *asked, *waiting])
             return True
         return False
 

@@ -23,6 +23,7 @@ from ckpt_service import naming, ownership
 from ckpt_service.config import ServiceConfig
 from ckpt_service.errors import CkptError, RunDirectoryBusy
 from ckpt_service.storage import create_small, make_directories, write_small
+from trainer_hooks.exchange import Exchange, FileExchange, StoreExchange
 from trainer_hooks.topology import Topology
 
 _POLL_SECONDS = 0.02
@@ -49,6 +50,10 @@ class Group(Protocol):
         """Whether bytes can be sent; where not, all ranks see one directory."""
         ...
 
+    def exchange(self) -> Exchange:
+        """Return a place where ranks leave values for each other; collective when it is first asked for."""
+        ...
+
     def close(self) -> None:
         """Leave; nothing is waited for."""
         ...
@@ -71,6 +76,10 @@ class Solo:
         """Never called: there is nobody else."""
         raise AssertionError("a single rank receives nothing")
 
+    def exchange(self) -> Exchange:
+        """Never called: there is nobody else."""
+        raise AssertionError("a single rank exchanges nothing")
+
     def close(self) -> None:
         """Nothing to leave."""
 
@@ -80,12 +89,15 @@ class TorchGroup:
 
     can_send = True
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, patience_seconds: float, ranks: list[int] | None = None) -> None:
+        self._group = dist.new_group(ranks, backend="gloo")
+        self._size = len(ranks) if ranks is not None else dist.get_world_size()
+        self.patience_seconds = patience_seconds
+        self._exchange: Exchange | None = None
 
     def gather(self, value: bytes) -> list[bytes]:
         """all_gather over the CPU group."""
-        values: list[Any] = [None] * dist.get_world_size()
+        values: list[Any] = [None] * self._size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -100,23 +112,63 @@ class TorchGroup:
         for start in range(0, len(into), _CHUNK_BYTES):
             dist.recv(torch.frombuffer(into[start : start + _CHUNK_BYTES], dtype=torch.uint8), source, self._group)
 
+    def exchange(self) -> Exchange:
+        """Rank 0 serves a store; the others learn its address over the group."""
+        if self._exchange is None:
+            self._exchange = self._served() if dist.get_rank() == 0 else self._reached()
+        return self._exchange
+
+    def _served(self) -> Exchange:
+        host = os.environ.get("MASTER_ADDR") or os.uname().nodename
+        exchange, port = StoreExchange.serve(host, self.patience_seconds)
+        self.gather(json.dumps([host, port]).encode())
+        return exchange
+
+    def _reached(self) -> Exchange:
+        host, port = json.loads(self.gather(b"")[0])
+        try:
+            return StoreExchange.reach(host, port, self.patience_seconds)
+        except RuntimeError as error:
+            hint = "set MASTER_ADDR to an address of rank 0 that all hosts reach"
+            raise CkptError(f"rank 0 cannot be reached at {host}:{port}: {error}", op="start", hint=hint) from error
+
     def close(self) -> None:
         """Leave the group to torch, which ends it with the process group."""
 
 
 @dataclass(frozen=True)
-class _Session:
-    """One start of a launch, as rank 0 announces it."""
+class _Member:
+    """A process of a session: rank 0 announces the session with it, the others claim their places."""
 
     nonce: str
     host: str
     pid: int
     pid_start: int | None
 
+    @classmethod
+    def me(cls, nonce: str) -> _Member:
+        return cls(nonce, os.uname().nodename, os.getpid(), ownership.pid_start(os.getpid()))
+
+    @classmethod
+    def read(cls, path: str) -> _Member | None:
+        try:
+            with open(path, "rb") as file:
+                return cls(**json.loads(file.read()))
+        except (OSError, ValueError, TypeError):
+            return None
+
     @property
-    def may_live(self) -> bool:
-        """Whether its rank 0 may still be running; of another host nobody here can tell."""
-        return self.host != os.uname().nodename or ownership.pid_start(self.pid) == self.pid_start
+    def content(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this host, so that one can tell whether it lives."""
+        return self.host == os.uname().nodename
+
+    @property
+    def is_alive(self) -> bool:
+        return ownership.pid_start(self.pid) == self.pid_start
 
 
 class LaunchGroup:
@@ -150,31 +202,34 @@ class LaunchGroup:
         """Never called: all ranks see one directory."""
         raise AssertionError("ranks without torch.distributed share the directory")
 
+    def exchange(self) -> Exchange:
+        """Files in the meeting place."""
+        return FileExchange(self._directory)
+
     def close(self) -> None:
         """Rank 0 takes the meeting place away."""
         if self._topology.rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _announce(self) -> str:
-        known = self._session()
-        if known is not None and known.host == os.uname().nodename and known.may_live and known.pid != os.getpid():
+        known = _Member.read(self._path("session"))
+        if known is not None and known.is_here and known.is_alive and known.pid != os.getpid():
             raise self._taken()
         shutil.rmtree(self._directory, ignore_errors=True)
         make_directories(self._directory)
-        pid = os.getpid()
-        mine = _Session(secrets.token_hex(8), os.uname().nodename, pid, ownership.pid_start(pid))
-        write_small(os.path.join(self._directory, "session"), json.dumps(vars(mine)).encode(), durable=False)
+        mine = _Member.me(secrets.token_hex(8))
+        write_small(self._path("session"), mine.content, durable=False)
         return mine.nonce
 
     def _join(self) -> str:
         deadline = time.monotonic() + self._patience_seconds
         while time.monotonic() < deadline:
-            session = self._session()
-            if session is not None and session.may_live:
-                claim = os.path.join(self._directory, f"{session.nonce}.claim.{self._topology.rank}")
-                if create_small(claim, b""):
+            session = _Member.read(self._path("session"))
+            if session is not None and (session.is_alive or not session.is_here):
+                claim = self._path(f"{session.nonce}.claim.{self._topology.rank}")
+                if create_small(claim, _Member.me(session.nonce).content):
                     return session.nonce
-                if session.host == os.uname().nodename:
+                if session.is_here:
                     raise self._taken()
             time.sleep(_POLL_SECONDS)
         raise CkptError(
@@ -191,23 +246,25 @@ class LaunchGroup:
             hint="restart all ranks together; the others hold the state of before",
         )
 
-    def _session(self) -> _Session | None:
-        try:
-            with open(os.path.join(self._directory, "session"), "rb") as file:
-                return _Session(**json.loads(file.read()))
-        except (OSError, ValueError, TypeError):
-            return None
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
 
     def _file(self, rank: int) -> str:
-        return os.path.join(self._directory, f"{self._nonce}.{self._round}.{rank}")
+        return self._path(f"{self._nonce}.{self._round}.{rank}")
 
     def _await(self, rank: int) -> bytes:
+        """Wait for a rank's file: as long as it lives, if that can be seen, else for a bounded time."""
+        member = self._path(f"{self._nonce}.claim.{rank}" if rank else "session")
         deadline = time.monotonic() + self._patience_seconds
-        while time.monotonic() < deadline:
+        while True:
             try:
                 with open(self._file(rank), "rb") as file:
                     return file.read()
             except FileNotFoundError:
+                known = _Member.read(member)
+                lives = known is not None and known.is_here and known.is_alive
+                if not lives and time.monotonic() > deadline:
+                    break
                 time.sleep(_POLL_SECONDS)
         raise CkptError(f"rank {rank} did not answer within {self._patience_seconds} s", op="agree")
 
@@ -227,17 +284,28 @@ def join(
                 f"topology: rank {topology.rank} of {topology.world_size}, and torch.distributed says rank "
                 f"{dist.get_rank()} of {dist.get_world_size()}"
             )
-        return TorchGroup()
+        return TorchGroup(config.start_seconds)
     if topology.world_size == 1:
         return Solo()
     launch = launch_id(environ)
     if launch is None:
         raise ValueError(
-            f"topology: {topology.world_size} ranks need torch.distributed.init_process_group() before the Checkpointer, "
-            "or CKPT_SERVICE_LAUNCH set to the same new text on all ranks at every start"
+            f"topology: {topology.world_size} ranks need torch.distributed.init_process_group() before the "
+            "Checkpointer, or CKPT_SERVICE_LAUNCH set to the same new text on all ranks at every start"
         )
     directory = os.path.join(ownership.service_path(root, postfix), naming.LAUNCHES, naming.launch_directory(launch))
     return LaunchGroup(directory, topology, config.resume_wait_seconds)
+
+
+def subset(group: Group, ranks: list[int]) -> Group:
+    """Return the group of some of the ranks; collective on all of them.
+
+    Raises:
+        ValueError: the ranks have no ``torch.distributed``.
+    """
+    if not isinstance(group, TorchGroup):
+        raise ValueError('on_full: ranks without torch.distributed cannot vote; use on_full="block"')
+    return TorchGroup(group.patience_seconds, ranks)
 
 
 def launch_id(environ: Mapping[str, str]) -> str | None:

@@ -7,9 +7,11 @@ function that would have to be looked up on loading is checked against :mod:`tra
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,21 +56,24 @@ def plan(state: Any, allowed: Allowed) -> Plan:
         # Sizes and offsets depend on the spans, which are known only after the first pass (it takes whole storages).
         spans = {handle: (found.low, found.high) for handle, found in table.found.items()}
         pickled, table = _pickle(state, allowed, spans)
-    needed = (
-        StorageSpan(found.key, found.storage, found.low, found.high - found.low) for found in table.found.values()
-    )
+    needed = (StorageSpan(int(found.key), found.storage, found.begin, found.nbytes) for found in table.found.values())
     return Plan(pickled, tuple(needed), table.tensors)
 
 
 @dataclass
 class _Found:
-    """A storage met while pickling, and the bytes [low, high) of it that were needed so far."""
+    """A storage met while pickling: the bytes [low, high) of it that were needed so far, and those that are stored.
 
-    key: int
+    What is stored, ``nbytes`` from ``begin``, is fixed before the pickling, and the pickle refers to it.
+    """
+
+    key: str
     storage: UntypedStorage
     dtype: torch.dtype
     low: int
     high: int
+    begin: int
+    nbytes: int
 
     @property
     def is_trimmed(self) -> bool:
@@ -80,14 +85,15 @@ class _Reference:
     """Stands for a storage in the pickle, where :meth:`_Pickler.persistent_id` turns it into torch's tuple."""
 
     kind: type
-    key: int
+    key: str
     count: int
 
 
 class _Table:
     """The storages of one pickle, by torch's handle, in the order in which they are met."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Mapping[int, tuple[int, int]]) -> None:
+        self._spans = spans
         self.found: dict[int, _Found] = {}
         self.tensors = 0
 
@@ -95,7 +101,10 @@ class _Table:
         handle = storage._cdata
         known = self.found.get(handle)
         if known is None:
-            known = self.found[handle] = _Found(len(self.found), storage, dtype, low, high)
+            # One that the first pass has not met (an object may make new tensors each time) is stored whole.
+            begin, end = self._spans.get(handle, (0, storage.nbytes()))
+            known = _Found(str(len(self.found)), storage, dtype, low, high, begin, end - begin)
+            self.found[handle] = known
         elif known.dtype != dtype:
             raise _Refusal(f"a tensor of {dtype} shares memory with one of {known.dtype}; save a clone of one of them")
         elif high > low:
@@ -112,23 +121,22 @@ class _Refusal(Exception):
 class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, allowed: Allowed, spans: Mapping[int, tuple[int, int]]) -> None:
         super().__init__(buffer, protocol=_PROTOCOL, fix_imports=False)  # names of Python 3 only
-        self.table = _Table()
+        self.table = _Table(spans)
         self.current: Any = None
         self.trusting = False
         self._allowed = allowed
-        self._spans = spans
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not _Reference:
             return None
-        return ("storage", obj.kind, str(obj.key), "cpu", obj.count)
+        return ("storage", obj.kind, obj.key, "cpu", obj.count)
 
     def reducer_override(self, obj: Any) -> Any:
         """Check whatever is not a plain builtin value; rebuild tensors from spans."""
         self.current = obj
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
-        if isinstance(obj, (torch.dtype, torch.layout)):
+        if isinstance(obj, (torch.dtype, torch.layout, torch.qscheme)):
             return NotImplemented
         named = obj if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)) else type(obj)
         if not self._allowed.holds(named):
@@ -164,9 +172,8 @@ class _Pickler(pickle.Pickler):
             unit = tensor.element_size()
         low, high = _span(tensor)
         found = self.table.note(untyped, tensor.dtype, low, high)
-        begin, end = self._spans.get(untyped._cdata, (0, untyped.nbytes()))
-        offset = arguments[1] - begin // tensor.element_size() if high > low else 0
-        return (_Reference(kind, found.key, (end - begin) // unit), offset, *arguments[2:])
+        offset = arguments[1] - found.begin // tensor.element_size() if high > low else 0
+        return (_Reference(kind, found.key, found.nbytes // unit), offset, *arguments[2:])
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -187,9 +194,12 @@ def _pickle(state: Any, allowed: Allowed, spans: Mapping[int, tuple[int, int]]) 
         if pickler.trusting:
             _try_to_load(pickled, allowed)
     except _Refusal as refusal:
-        raise _refused(state, pickler.current, str(refusal)) from None
+        raise _refused(_path_of(state, pickler.current, allowed), str(refusal)) from None
+    except RecursionError as error:
+        raise _refused("state", "it is nested too deeply to be pickled") from error
     except Exception as error:
-        raise _refused(state, pickler.current, f"it cannot be pickled: {type(error).__name__}: {error}") from error
+        path = _path_of(state, pickler.current, allowed)
+        raise _refused(path, f"it cannot be pickled: {type(error).__name__}: {error}") from error
     return pickled, pickler.table
 
 
@@ -217,24 +227,45 @@ def _untrusted(named: Any) -> str:
     return f"{name} cannot be saved; save a plain value instead"
 
 
-def _refused(state: Any, culprit: Any, problem: str) -> StateRefused:
-    path = next((path for path, value in _walk(state, "state", set()) if value is culprit), "state")
+def _refused(path: str, problem: str) -> StateRefused:
     return StateRefused(f"{path}: {problem}", op="capture")
 
 
-def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield every object inside ``value`` with its key path."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    yield path, value
+def _path_of(state: Any, culprit: Any, allowed: Allowed) -> str:
+    """Return the key path of what cannot be saved."""
+    exact = next((path for path, value in _walk(state) if culprit is not None and value is culprit), None)
+    if exact is not None:
+        return exact
+    # It was made while pickling something else; the innermost value that cannot be saved by itself made it.
+    return next((path for path, value in reversed(list(_walk(state))) if not _is_savable(value, allowed)), "state")
+
+
+def _is_savable(value: Any, allowed: Allowed) -> bool:
+    with contextlib.suppress(Exception):
+        _Pickler(io.BytesIO(), allowed, {}).dump(value)
+        return True
+    return False
+
+
+def _walk(state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every object inside ``state`` with its key path, the outer before the inner ones."""
+    seen: set[int] = set()
+    waiting = [("state", state)]
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield path, value
+        waiting += reversed(list(_inside(path, value)))
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield f"{path}: key {key!r}", key
-            yield from _walk(item, f"{path}[{key!r}]", seen)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, item in enumerate(value):
-            yield from _walk(item, f"{path}[{index}]", seen)
-    if hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor)):
-        for name, item in vars(value).items():
-            yield from _walk(item, f"{path}.{name}", seen)
+            yield f"{path}[{key!r}]", item
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from ((f"{path}.{name}", item) for name, item in vars(value).items())

@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ from trainer_hooks.values import STORAGE_DTYPES, Allowed
 _READ_BYTES = 16 << 20
 
 
+@dataclass(frozen=True)
+class LoadedShard:
+    """What a rank finds in a shard file: the state, and what only its own replica had (None if nothing was saved)."""
+
+    state: Any
+    replica: Any | None = None
+
+
 def load_shard(path: str, expected: ShardManifest, allowed: Allowed) -> Any:
     """Return the state in a shard file; its tensors are on the CPU and belong to the caller.
 
@@ -40,15 +49,33 @@ def load_shard(path: str, expected: ShardManifest, allowed: Allowed) -> Any:
     Raises:
         DamagedCheckpoint: the file is short, a CRC does not fit, or it is another one; names file and record.
     """
+    return load_rank(path, expected, allowed, dp_rank=0).state
+
+
+def load_rank(path: str, expected: ShardManifest, allowed: Allowed, *, dp_rank: int) -> LoadedShard:
+    """Return the state in a shard file, and what the replica ``dp_rank`` had of its own; see :func:`load_shard`."""
     with _saying(path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             records = _Records(fd)
             if records.manifest() != expected:
                 raise DamagedCheckpoint("its manifest is not the one that was listed")
-            return _unpickle(records, allowed)
+            return LoadedShard(_unpickle(records, allowed), _replica(records, dp_rank, allowed))
         finally:
             os.close(fd)
+
+
+def _replica(records: _Records, dp_rank: int, allowed: Allowed) -> Any | None:
+    """Return the state in the image that a replica has contributed."""
+    name = image.replica(dp_rank)
+    if dp_rank == 0 or not records.has(name):
+        return None
+    fd = os.memfd_create("ckpt-replica", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, records.read(name), 0)
+        return _unpickle(_Records(fd), allowed)
+    finally:
+        os.close(fd)
 
 
 def load_legacy(path: str) -> Any:
@@ -93,6 +120,9 @@ class _Records:
 
     def manifest(self) -> ShardManifest | None:
         return parse_manifest(self._head)
+
+    def has(self, name: str) -> bool:
+        return f"{image.ARCHIVE}/{name}" in self._by_name
 
     def read(self, name: str, into: memoryview | None = None) -> memoryview:
         """Return the data of a record, in ``into`` if given, after its CRC was found right."""
@@ -152,7 +182,12 @@ def _unpickle(records: _Records, allowed: Allowed) -> Any:
                 storages[key] = _storage(records, key, count * dtype.itemsize)
             return TypedStorage(wrap_storage=storages[key], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
-    state = Unpickler(io.BytesIO(records.read(image.PICKLE))).load()
+    try:
+        state = Unpickler(io.BytesIO(records.read(image.PICKLE))).load()
+        with torch.sparse.check_sparse_tensor_invariants():
+            torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
+    finally:
+        torch._utils._sparse_tensors_to_validate.clear()  # torch holds on to what it rebuilds until it is validated
     for record in records.layout.records:  # small records that no tensor refers to are checked as well
         name = record.name.partition("/")[2]
         if not name.startswith("data/") and name not in (image.PICKLE, image.BYTEORDER):

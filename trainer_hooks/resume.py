@@ -1,24 +1,35 @@
-"""Which checkpoint to go on from, and its state. Works with no daemon.
+"""Agree with all ranks on a checkpoint, load it, and only then touch anything. Shell; works with no daemon.
 
-Choosing is pure: :func:`candidates` takes the catalog and gives the checkpoints to try, best first. Loading tries
-them one after the other; one that is damaged is skipped, with a reason, never half loaded.
+1. Every writer lists its own shard's files; rank 0 adds the attempts, the pins, and what ranks of another layout left.
+   Everybody gets all of it and derives the same choice.
+2. Candidate by candidate, newest first: every rank reads its file and checks every byte. Only if all could, it is
+   taken; otherwise all go on to the next older one.
+3. Every rank checks that the state fits what is tracked. Only if it fits everywhere, anything is changed.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ckpt_service.catalog import Catalog, Checkpoint, CheckpointId, Shard, State
-from ckpt_service.errors import DamagedCheckpoint, LayoutMismatch, NoUsableCheckpoint
-from trainer_hooks.load import load_legacy, load_shard
-from trainer_hooks.topology import Topology
+from pydantic import TypeAdapter
+
+from ckpt_service import scan
+from ckpt_service.catalog import Checkpoint, CheckpointId, Evidence, Shard
+from ckpt_service.errors import CkptError, DamagedCheckpoint, NoUsableCheckpoint
+from ckpt_service.records import Attempt, ShardManifest
+from trainer_hooks.choice import Choice, Skipped, own_shard
+from trainer_hooks.load import LoadedShard, load_legacy, load_rank
+from trainer_hooks.slots import Slot
+from trainer_hooks.start import Run
 from trainer_hooks.values import Allowed
 
-Skipped = tuple[CheckpointId, str]
+_HAVE, _LACK, _BAD = b"+", b"?", b"-"
 
 
 @dataclass(frozen=True)
@@ -44,37 +55,48 @@ class ResumePoint:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The checkpoints to try, best first, and those that are out of the question, with the reason."""
+class _Listing:
+    """What one rank contributes: its own shard's files, and from rank 0 what only rank 0 is asked for."""
 
-    candidates: Sequence[Checkpoint]
-    skipped: Sequence[Skipped]
-
-
-def candidates(catalog: Catalog, topology: Topology, step: int | None, epoch: int | None) -> Choice:
-    """Choose what a resume tries: the complete ones of the lineage, newest first, or the one that is named.
-
-    Raises:
-        ValueError: the named one is not there, or the step alone does not name one.
-        LayoutMismatch: what would be tried was saved with another pp or tp.
-    """
-    history = catalog.of_kind("train")
-    usable = [checkpoint for checkpoint in history if checkpoint.state is State.COMPLETE]
-    if step is not None:
-        named = [_named(usable, history, step, epoch)]
-        _require_layout(named[0], topology)
-        return Choice(named, [])
-    if not usable:
-        usable = [checkpoint for checkpoint in history if checkpoint.state is State.LEGACY]
-    elif usable[0].state is State.COMPLETE:
-        _require_layout(usable[0], topology)
-    newest = usable[0].order if usable else None
-    passed = [c for c in history if c.state is State.DAMAGED and (newest is None or c.order > newest)]
-    return Choice([c for c in usable if _fits(c, topology)], [(c.id, c.reason or "damaged") for c in passed])
+    ranks: list[tuple[int, int]]
+    shards: list[Shard]
+    attempts: list[Attempt]
+    pins: list[tuple[int, int]]
 
 
-def load_first(choice: Choice, topology: Topology, allowed: Allowed, *, explicit: bool) -> ResumePoint | None:
-    """Load the first candidate that is whole; None if there is none at all.
+_listings = TypeAdapter(_Listing)
+
+
+def evidence(run: Run) -> Evidence:
+    """Return what all ranks together see; collective, and the same on all of them."""
+    listings = [_listings.validate_json(answer) for answer in run.agree(lambda: _listed(run), b"", kind=CkptError)]
+    covered = {rank for listing in listings for rank in listing.ranks}
+    shards = [
+        shard for listing in listings for shard in listing.shards if (shard.stage, shard.tp_rank) in listing.ranks
+    ]
+    shards += [shard for shard in listings[0].shards if (shard.stage, shard.tp_rank) not in covered]
+    attempts = listings[0].attempts
+    slots = attempts[-1].slots if attempts else run.slots
+    return Evidence(shards, attempts, frozenset(listings[0].pins), slots=slots)
+
+
+def _listed(run: Run) -> bytes:
+    place = run.topology
+    ranks = [(place.stage, place.tp_rank)] if place.is_writer else []
+    if place.rank == 0:
+        shards = scan.scan_run(run.root, run.postfix)
+        attempts = scan.load_attempts(run.root, run.postfix)
+        pins = sorted(scan.load_pins(run.root, run.postfix))
+        return _listings.dump_json(_Listing(ranks, shards, attempts, pins))
+    found = scan.scan_directory(run.stage_directory, place.stage) if place.is_writer else []
+    own = [shard for shard in found if shard.tp_rank == place.tp_rank]
+    return _listings.dump_json(_Listing(ranks, own, [], []))
+
+
+def load_agreed(
+    run: Run, choice: Choice, allowed: Allowed, *, explicit: bool
+) -> tuple[ResumePoint, LoadedShard] | None:
+    """Load the first candidate that every rank finds whole; None if there is none at all. Collective.
 
     Raises:
         NoUsableCheckpoint: there are some, and all are damaged.
@@ -82,72 +104,94 @@ def load_first(choice: Choice, topology: Topology, allowed: Allowed, *, explicit
     """
     skipped = list(choice.skipped)
     for checkpoint in choice.candidates:
-        shard = own_shard(checkpoint, topology)
-        try:
-            state = (
-                load_legacy(shard.path) if shard.manifest is None else load_shard(shard.path, shard.manifest, allowed)
-            )
-        except DamagedCheckpoint as error:
+        shard = own_shard(checkpoint, run.topology)
+        loaded, problems = _load_on_all(run, shard, allowed)
+        if problems:
             if explicit:
-                raise
-            skipped.append((checkpoint.id, str(error)))
+                raise DamagedCheckpoint("; ".join(problems), op="resume", path=shard.path)
+            skipped.append((checkpoint.id, "; ".join(problems)))
             continue
+        assert loaded is not None
         _warn(skipped, checkpoint.id)
-        found = checkpoint.id
-        return ResumePoint(
-            found.step, found.epoch, found.attempt, found.sequence, Path(shard.path), "disk", state, skipped
-        )
+        return _point(checkpoint, shard, loaded.state, skipped), loaded
     if skipped:
         reasons = "; ".join(f"step {found.step} epoch {found.epoch}: {reason}" for found, reason in skipped)
         raise NoUsableCheckpoint(f"every checkpoint is damaged: {reasons}", op="resume")
     return None
 
 
-def own_shard(checkpoint: Checkpoint, topology: Topology) -> Shard:
-    """Return this rank's file of a complete checkpoint."""
-    mine = (topology.stage, topology.tp_rank)
-    return next(shard for shard in checkpoint.shards if (shard.stage, shard.tp_rank) == mine)
+def _point(checkpoint: Checkpoint, shard: Shard, state: Any, skipped: list[Skipped]) -> ResumePoint:
+    found = checkpoint.id
+    return ResumePoint(found.step, found.epoch, found.attempt, found.sequence, Path(shard.path), "disk", state, skipped)
 
 
-def _named(usable: Sequence[Checkpoint], history: Sequence[Checkpoint], step: int, epoch: int | None) -> Checkpoint:
-    what = f"step={step}" + ("" if epoch is None else f", epoch={epoch}")
-
-    def fits(checkpoint: Checkpoint) -> bool:
-        return checkpoint.id.step == step and epoch in (None, checkpoint.id.epoch)
-
-    found = [checkpoint for checkpoint in usable if fits(checkpoint)]
-    if not found:
-        others = [f"it is {c.state.value}: {c.reason}" for c in history if fits(c)]
-        there = ", ".join(f"{c.id.step}:{c.id.epoch}" for c in usable) or "none"
-        raise ValueError(
-            f"{what}: no such complete checkpoint; {'; '.join(others) or f'there are (step:epoch) {there}'}"
-        )
-    epochs = sorted({checkpoint.id.epoch for checkpoint in found})
-    if len(epochs) > 1:
-        raise ValueError(f"{what}: give the epoch as well, there are {epochs}")
-    return found[0]
+def _load_on_all(run: Run, shard: Shard, allowed: Allowed) -> tuple[LoadedShard | None, list[str]]:
+    """Return this rank's state, and what is wrong with the files of all ranks (then no rank uses its state)."""
+    loaded, mine = _load_own(run, shard, allowed)
+    answers = run.group.gather(mine)
+    problems = _problems(answers)
+    lacking = [rank for rank, answer in enumerate(answers) if answer == _LACK]
+    if problems or not lacking:
+        return loaded, problems
+    if not run.group.can_send:
+        return None, [f"rank {rank} does not see its file" for rank in lacking]
+    received = _share(run, shard, lacking, allowed)
+    if received is not None:
+        loaded, mine = received
+    return loaded, _problems(run.group.gather(mine))
 
 
-def _fits(checkpoint: Checkpoint, topology: Topology) -> bool:
-    return (topology.stage, topology.tp_rank) in checkpoint.ranks
+def _load_own(run: Run, shard: Shard, allowed: Allowed) -> tuple[LoadedShard | None, bytes]:
+    # Where hosts do not share the directory, the path is that of the rank that saved; the name below it is the same.
+    path = shard.path if run.topology.is_writer else os.path.join(run.stage_directory, os.path.basename(shard.path))
+    if not run.topology.is_writer and not os.path.exists(path):
+        return None, _LACK
+    return _loaded(path, shard.manifest, allowed, run.topology.dp_rank)
 
 
-def _require_layout(checkpoint: Checkpoint, topology: Topology) -> None:
-    manifest = checkpoint.shards[0].manifest
-    assert manifest is not None
-    if (manifest.pp, manifest.tp) != (topology.pp, topology.tp):
-        raise LayoutMismatch(
-            f"step {checkpoint.id.step} was saved with pp={manifest.pp} tp={manifest.tp}, "
-            f"and this run has pp={topology.pp} tp={topology.tp}",
-            op="resume",
-            step=checkpoint.id.step,
-            hint="start with the sizes it was saved with, or in another root",
-        )
+def _loaded(
+    path: str, manifest: ShardManifest | None, allowed: Allowed, dp_rank: int
+) -> tuple[LoadedShard | None, bytes]:
+    try:
+        if manifest is None:
+            return LoadedShard(load_legacy(path)), _HAVE
+        return load_rank(path, manifest, allowed, dp_rank=dp_rank), _HAVE
+    except DamagedCheckpoint as error:
+        return None, _BAD + str(error).encode()
+
+
+def _problems(answers: Sequence[bytes]) -> list[str]:
+    many = len(answers) > 1
+    bad = [(rank, answer[1:].decode()) for rank, answer in enumerate(answers) if answer[:1] == _BAD]
+    return [f"rank {rank}: {problem}" if many else problem for rank, problem in bad]
+
+
+def _share(run: Run, shard: Shard, lacking: list[int], allowed: Allowed) -> tuple[LoadedShard | None, bytes] | None:
+    """Send the file from data-parallel rank 0 to the replicas that do not have it; returns what a receiver loaded."""
+    place = run.topology
+    replicas = [place.rank + place.tp * (dp - place.dp_rank) for dp in range(place.dp)]
+    mine = [rank for rank in lacking if rank in replicas]
+    if place.is_writer:
+        with open(shard.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+            view = memoryview(mapping)
+            run.group.send(view, mine)
+            view.release()
+        return None
+    if place.rank not in mine:
+        return None
+    slot = Slot.create(shard.bytes)
+    try:
+        view = memoryview(slot.mapping)[: shard.bytes]
+        run.group.receive(view, replicas[0])
+        view.release()
+        return _loaded(f"/proc/self/fd/{slot.fd}", shard.manifest, allowed, place.dp_rank)
+    finally:
+        slot.close()
 
 
 def _warn(skipped: Sequence[Skipped], taken: CheckpointId) -> None:
     for found, reason in skipped:
         warnings.warn(
             f"resuming from step {taken.step}: passed over step {found.step} epoch {found.epoch}: {reason}",
-            stacklevel=5,
+            stacklevel=4,
         )

@@ -76,6 +76,11 @@ class SlotPool:
             self._busy.append(slot)
             return slot
 
+    def has_room(self) -> bool:
+        """Whether :meth:`take` would return at once."""
+        with self._changed:
+            return len(self._busy) < self.count
+
     def give_back(self, slot: Slot, *, reusable: bool = True) -> None:
         """Let a slot be used again; or, if a daemon may still read it, let go of it for good."""
         with self._changed:

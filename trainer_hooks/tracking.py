@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
@@ -58,6 +59,11 @@ class Tracked:
         state = {key_of(name): thing.state_dict() for name, thing in self._objects.items()}
         return {**state, RNG: rng_state()}
 
+    def collect_own(self) -> dict[str, Any]:
+        """Return what differs between data-parallel replicas: generators, and all that is no module or optimizer."""
+        state = {key_of(name): thing.state_dict() for name, thing in self._objects.items() if not _is_checked(thing)}
+        return {**state, RNG: rng_state()}
+
     def check(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Check that every tracked object finds what it needs, before any is touched.
 
@@ -97,7 +103,8 @@ class Tracked:
                 thing.load_state_dict(state[key_of(name)])
             except Exception as error:
                 for earlier, before in reversed(undo):
-                    earlier.load_state_dict(before)
+                    with contextlib.suppress(Exception):  # it refuses its own state too; the others still get theirs
+                        earlier.load_state_dict(before)
                 raise StateMismatch(
                     f"{name} refuses its state: {type(error).__name__}: {error}", op="resume"
                 ) from error

@@ -117,7 +117,7 @@ def _fixed() -> dict[str, Any]:
         table[_name(thing)] = thing  # where this Python keeps it (pathlib has moved its classes into a submodule)
     table |= {f"torch.{name}": getattr(torch, name) for name in STORAGE_DTYPES}
     table |= {f"torch._utils.{name}": getattr(torch._utils, name) for name in REBUILD + REBUILD_PARAMETER}
-    table |= {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    table |= {str(value): value for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))}
     table |= {_name(cls): cls for cls in (torch.Size, torch.device, torch.Tensor, torch.nn.Parameter)}
     table["torch.storage.UntypedStorage"] = torch.storage.UntypedStorage
     table["torch._tensor._rebuild_from_type_v2"] = torch._tensor._rebuild_from_type_v2

@@ -1,0 +1,223 @@
+"""A planned state to the daemon, or (``async_ckpt=False``) to the disk: slot, copy, finish, deliver. Shell.
+
+On the training thread happens what must: taking a slot and copying. What other replicas contribute is waited for on a
+thread of its own, in the order of the saves. Nothing here raises into training but a mistake of the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from ckpt_service import prune, writer
+from ckpt_service.errors import CkptError, SaveFailed, SnapshotSkipped, from_os_error
+from ckpt_service.prune import History
+from ckpt_service.records import Offer, Retention, ShardManifest
+from ckpt_service.retention import RetentionPolicy
+from ckpt_service.storage import LocalDirectory
+from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions
+from trainer_hooks import capture, replicas
+from trainer_hooks.capture import Blueprint
+from trainer_hooks.client import Pending, ServiceClient
+from trainer_hooks.slots import Slot, SlotPool
+from trainer_hooks.start import Run
+from trainer_hooks.tickets import SaveTicket
+
+OnFull = Literal["block", "skip"]
+
+_RESERVE_BYTES = 256 << 10  # for what each other replica contributes
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """The way of a snapshot out of the training process. ``client`` is None for a rank that writes by itself."""
+
+    def __init__(self, run: Run, policy: RetentionPolicy, client: ServiceClient | None, on_full: OnFull) -> None:
+        self._run = run
+        self._retention = Retention(keep_last=policy.keep_last, keep_every=policy.keep_every)
+        self._client = client
+        self._on_full = on_full
+        self._pool = SlotPool(run.slots)
+        self._finisher = ThreadPoolExecutor(1, "ckpt-finish")
+        self._finishing: set[Future[None]] = set()
+        self._failures: deque[SaveFailed] = deque()
+        place = run.topology
+        self._voters = run.writers() if on_full == "skip" and client is not None and place.pp * place.tp > 1 else None
+
+    def save(
+        self, plan: Blueprint, manifest: ShardManifest, ticket: SaveTicket, *, with_replicas: bool, final: bool
+    ) -> None:
+        """Copy the state and see to its delivery; the outcome goes to the ticket."""
+        manifest = manifest.model_copy(update={"tensors": plan.plan.tensors})
+        failures = self._failures  # not self: the thread that ends a ticket must not keep a trainer's tensors alive
+        ticket.committed.add_done_callback(lambda future: _note(failures, future.exception()))
+        try:
+            slot = self._slot(plan, manifest, reserve=_RESERVE_BYTES * (manifest.dp - 1), final=final)
+        except SaveFailed as error:
+            ticket.fail(error)
+            return
+        try:
+            capture.stage(plan, slot)
+        except BaseException:
+            self._pool.give_back(slot)
+            raise
+        ticket.staged.set_result(None)
+        if not with_replicas:
+            self._deliver(plan, manifest, slot, ticket)
+        elif self._client is None:
+            self._finish(plan, manifest, slot, ticket)
+        else:
+            job = self._finisher.submit(self._finish, plan, manifest, slot, ticket)
+            self._finishing.add(job)
+            job.add_done_callback(self._finishing.discard)
+
+    def settle(self) -> bool:
+        """Let the daemon finish what older attempts left with it; False if that took too long and was dropped."""
+        return self._client is None or self._client.settle()
+
+    def drain(self, timeout: float | None) -> None:
+        """Wait until everything is committed or has failed; raises as :meth:`ServiceClient.wait_idle`."""
+        began = time.monotonic()
+        if wait(set(self._finishing), timeout).not_done:
+            raise TimeoutError(f"not handed over after {timeout} s")
+        if self._client is not None:
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+            self._client.wait_idle(left)
+
+    def close(self) -> None:
+        """End the threads and give the memory back."""
+        self._finisher.shutdown()
+        if self._client is not None:
+            self._client.close()
+        self._pool.close()
+
+    def warn_of_failures(self) -> None:
+        """Tell the training loop what has failed since it was last told."""
+        while self._failures:
+            warnings.warn(f"an earlier save failed: {self._failures.popleft()}", stacklevel=3)
+
+    # --- on the training thread ---------------------------------------------------------------------------------------
+
+    def _slot(self, plan: Blueprint, manifest: ShardManifest, *, reserve: int, final: bool) -> Slot:
+        if self._on_full == "skip" and not final and not self._all_have_room():
+            raise SnapshotSkipped(
+                f"step {manifest.step} was skipped: all {self._pool.count} slots of some rank are taken",
+                op="save",
+                step=manifest.step,
+            )
+        began = time.monotonic()
+        client = self._client
+        slot = self._pool.take(
+            plan.layout.nbytes + reserve, lambda: client is not None and not client.is_stalled(began)
+        )
+        if slot is None:
+            raise SaveFailed(
+                f"step {manifest.step} was not saved: all {self._pool.count} slots are taken and nothing has moved "
+                f"for {self._run.config.stall_seconds} s",
+                op="save",
+                step=manifest.step,
+                hint="look at the status file and the daemon's log",
+            )
+        return slot
+
+    def _all_have_room(self) -> bool:
+        """Vote, so that a set is dropped by all ranks or by none."""
+        mine = b"1" if self._pool.has_room() else b"0"
+        return b"0" not in (self._voters.gather(mine) if self._voters is not None else [mine])
+
+    # --- maybe on the finishing thread --------------------------------------------------------------------------------
+
+    def _finish(self, plan: Blueprint, manifest: ShardManifest, slot: Slot, ticket: SaveTicket) -> None:
+        """Add what other replicas contribute in time; those that are late are named in the manifest."""
+        seconds = self._run.config.replica_seconds
+        found = replicas.collect(self._run.group.exchange(), manifest, seconds)
+        whole = capture.blueprint(plan.plan, found)
+        if whole.layout.nbytes > slot.nbytes:
+            log.error("step %d: the replicas contribute too much, and it is left out", manifest.step)
+            found, whole = {}, plan
+        absent = sorted(set(range(1, manifest.dp)) - found.keys())
+        if absent:
+            log.warning("step %d: nothing came from data-parallel ranks %s within %s s", manifest.step, absent, seconds)
+            manifest = manifest.model_copy(update={"user": {"absent_replicas": " ".join(map(str, absent))}})
+        self._deliver(whole, manifest, slot, ticket, found)
+
+    def _deliver(
+        self,
+        plan: Blueprint,
+        manifest: ShardManifest,
+        slot: Slot,
+        ticket: SaveTicket,
+        contributed: dict[int, bytes] | None = None,
+    ) -> None:
+        manifest = manifest.model_copy(update={"bytes": plan.layout.nbytes})
+        try:
+            snapshot = capture.finish(plan, manifest, slot, contributed)
+        except BaseException as error:
+            self._pool.give_back(slot)
+            ticket.fail(SaveFailed(f"step {manifest.step} was not saved: {error}", op="save", step=manifest.step))
+            raise
+        if self._client is None:
+            self._write(snapshot, slot, ticket)
+            return
+        snapshot.view.release()
+        offer = Offer(manifest=manifest, directory=self._run.stage_directory, umask=_umask(), retention=self._retention)
+        self._client.submit(Pending(offer, slot.fd, ticket, partial(_let_go, self._pool, slot)))
+
+    def _write(self, snapshot: Snapshot, slot: Slot, ticket: SaveTicket) -> None:
+        """Do here and now what the daemon would do."""
+        config, manifest = self._run.config, snapshot.manifest
+        limit = RateLimit(config.rate_limit_bytes_per_second)
+        try:
+            with LocalDirectory.open(self._run.stage_directory) as directory:
+                writer.commit(
+                    snapshot,
+                    directory,
+                    mode=0o666 & ~_umask(),
+                    host=self._run.host,
+                    token=os.urandom(4).hex(),
+                    options=WriteOptions(config.writer_threads, config.chunk_bytes, config.direct_io, limit),
+                    watcher=Watcher(),
+                )
+                ticket.resolve(Path(directory.path, snapshot.final_name))
+                self._retain(manifest, directory)
+        except SaveFailed as error:
+            ticket.fail(error)
+        except OSError as error:
+            ticket.fail(from_os_error(error, op=f"saving step {manifest.step}", kind=SaveFailed))
+        finally:
+            snapshot.view.release()
+            self._pool.give_back(slot)
+
+    def _retain(self, manifest: ShardManifest, directory: LocalDirectory) -> None:
+        """Delete what is too old. What cannot be deleted is tried again after the next save; the commit stands."""
+        try:
+            history = History(manifest, directory, self._retention)
+            errors = prune.retain(self._run.root, self._run.postfix, [history])[0].errors
+        except OSError as error:
+            errors = (from_os_error(error, op="retention", kind=CkptError, path=directory.path),)
+        for problem in errors:
+            warnings.warn(str(problem), stacklevel=5)
+
+
+def _let_go(pool: SlotPool, slot: Slot, reusable: bool) -> None:
+    pool.give_back(slot, reusable=reusable)
+
+
+def _note(failures: deque[SaveFailed], error: BaseException | None) -> None:
+    if isinstance(error, SaveFailed):
+        log.error("%s", error)
+        failures.append(error)
+
+
+def _umask() -> int:
+    """Return the umask of this process from proc(5); the system call could only read it by setting it."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))

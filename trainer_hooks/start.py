@@ -1,0 +1,162 @@
+"""The start of a trainer on a run directory: the root, the group of ranks, the run lock, and the attempt. Shell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+
+from ckpt_service import naming, ownership
+from ckpt_service.config import ServiceConfig
+from ckpt_service.errors import CkptError, RunDirectoryBusy, from_os_error
+from ckpt_service.ownership import RunLock
+from ckpt_service.records import Attempt, Origin, TopologyRecord
+from ckpt_service.storage import make_directories
+from trainer_hooks import group as groups
+from trainer_hooks.group import Group
+from trainer_hooks.topology import Topology
+
+_OK, _FAILED = b"+", b"-"
+
+
+@dataclass
+class Run:
+    """A run directory as one rank sees it. ``attempt`` is None until this start has written or means to.
+
+    ``origin`` is what was resumed from; it goes into the record of the attempt.
+    """
+
+    root: str
+    postfix: str | None
+    host: str
+    topology: Topology
+    slots: int
+    config: ServiceConfig
+    attempt: Attempt | None = None
+    origin: Origin | None = None
+    _group: Group | None = field(default=None, repr=False)
+    _lock: RunLock | None = field(default=None, repr=False)
+
+    @property
+    def stage_directory(self) -> str:
+        """The directory of this rank's training shards."""
+        return os.path.join(self.root, naming.stage_directory(self.topology.stage, self.postfix))
+
+    @property
+    def group(self) -> Group:
+        """The ranks of this start; collective on all of them when it is first asked for."""
+        if self._group is None:
+            self._group = groups.join(self.root, self.postfix, self.topology, self.config, os.environ)
+        return self._group
+
+    def writers(self) -> Group:
+        """Return the group of the ranks that write; collective on all ranks.
+
+        Raises:
+            ValueError: without ``torch.distributed`` there is none.
+        """
+        place = self.topology
+        ranks = [rank for rank in range(place.world_size) if replace(place, rank=rank).is_writer]
+        return groups.subset(self.group, ranks)
+
+    def begin(self) -> Attempt:
+        """Take the run lock and an attempt; collective on all ranks.
+
+        Raises:
+            RunDirectoryBusy: another run is alive on this directory; on all ranks.
+        """
+        if self.attempt is None:
+            mine = self.agree(lambda: self._take().model_dump_json().encode(), b"", on=(0,), kind=RunDirectoryBusy)
+            self.attempt = Attempt.model_validate_json(mine[0])
+        return self.attempt
+
+    def note_origin(self, origin: Origin) -> None:
+        """Write down durably what this start resumed from; collective, so that no rank goes on before it is written."""
+        self.origin = origin
+        if self.attempt is not None:
+            self.agree(self._record_origin, b"", on=(0,), kind=CkptError)
+
+    def agree(
+        self, work: Callable[[], bytes], absent: bytes, *, on: tuple[int, ...] | None = None, kind: type[CkptError]
+    ) -> list[bytes]:
+        """Do ``work`` on the ranks ``on`` (all by default) and return what each gave; collective.
+
+        Raises:
+            CkptError: it failed on some rank; raised on all of them, as ``kind`` where it happened elsewhere.
+        """
+        failure: CkptError | None = None
+        mine = _OK + absent
+        if on is None or self.topology.rank in on:
+            try:
+                mine = _OK + work()
+            except CkptError as error:
+                failure, mine = error, _FAILED + str(error).encode()
+            except OSError as error:
+                failure = from_os_error(error, op="starting", kind=kind)
+                mine = _FAILED + str(failure).encode()
+        answers = self.group.gather(mine)
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers):
+            if answer[:1] == _FAILED:
+                raise kind(f"rank {rank}: {answer[1:].decode()}")
+        return [answer[1:] for answer in answers]
+
+    def end(self) -> None:
+        """Leave the group and give the run lock back."""
+        if self._lock is not None:
+            self._lock.release()
+        if self._group is not None:
+            self._group.close()
+
+    def _take(self) -> Attempt:
+        lock = RunLock(self.root, self.postfix)
+        lock.acquire(self.host)
+        self._lock = lock
+        place = self.topology
+        attempt = ownership.take_attempt(
+            self.root,
+            self.postfix,
+            ownership.Start(
+                host=self.host,
+                pid=os.getpid(),
+                topology=TopologyRecord(pp=place.pp, dp=place.dp, tp=place.tp),
+                slots=self.slots,
+                started_at=utc_now(),
+                launch=groups.launch_id(os.environ),
+            ),
+        )
+        if self.origin is not None:  # it resumed before it had anything to write
+            attempt = ownership.record_resume(self.root, self.postfix, attempt, self.origin)
+        return attempt
+
+    def _record_origin(self) -> bytes:
+        assert self.attempt is not None
+        assert self.origin is not None
+        self.attempt = ownership.record_resume(self.root, self.postfix, self.attempt, self.origin)
+        return b""
+
+
+def prepare_root(root: str | os.PathLike[str], postfix: str | None) -> str:
+    """Return the root as an absolute path without links, made if need be, after a proof that it can be written.
+
+    Raises:
+        CkptError: it cannot be made or written; says why.
+    """
+    path = os.path.realpath(os.fspath(root))
+    service = ownership.service_path(path, postfix)
+    probe = os.path.join(service, f".probe.{os.uname().nodename}.{os.getpid()}")
+    try:
+        make_directories(service)
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        os.unlink(probe)
+    except OSError as error:
+        raise from_os_error(error, op="preparing the root", kind=CkptError, path=path) from error
+    return path
+
+
+def utc_now() -> datetime:
+    """Return the time in UTC, in the milliseconds that files hold."""
+    now = datetime.now(timezone.utc)
+    return now.replace(microsecond=now.microsecond // 1000 * 1000)
