@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 
 from pydantic import BaseModel, ValidationError
 
-from ckpt_service.errors import ProtocolError
+from ckpt_service.errors import ProtocolError, ServiceUnavailable, from_os_error
 from ckpt_service.intake import close_all
 from ckpt_service.records import ClientMessage, Progress, client_messages
 from ckpt_service.wire import MAX_DESCRIPTORS, Decoder, Frame, encode
@@ -113,16 +113,20 @@ class Connection:
 
 
 def listen(path: str) -> socket.socket:
-    """Return a listening Unix socket at ``path``, for this user only; a dead one of the same name is replaced."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    """Return a listening Unix socket at ``path``, for this user only; a dead one of the same name is replaced.
+
+    Raises:
+        ServiceUnavailable: it cannot be made there.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(128)
         listener.setblocking(False)
-    except BaseException:
+    except OSError as error:
         listener.close()
-        raise
+        raise from_os_error(error, op="listening", kind=ServiceUnavailable, path=path) from error
     return listener

@@ -7,6 +7,7 @@ looked at.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -57,7 +58,7 @@ class Held:
     def release(self) -> None:
         """Unmap the memory and close the directory."""
         self.snapshot.view.release()
-        self.mapping.close()
+        _unmap(self.mapping)
         self.directory.close()
 
 
@@ -83,7 +84,7 @@ def take(offer: Offer, descriptors: list[int]) -> Held:
             snapshot = _checked(offer, mapping)
             _require_directory(directory)
         except BaseException:
-            mapping.close()
+            _unmap(mapping)
             raise
     except (OSError, CkptError) as error:
         os.close(directory)
@@ -106,12 +107,17 @@ def close_all(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
+def _unmap(mapping: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # the traceback of an error still looks at it; it goes with that
+        mapping.close()
+
+
 def _map_sealed(memory: int, offer: Offer) -> mmap.mmap:
     seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
     if seals & _SEALS != _SEALS:
         raise ProtocolError("its memory is not sealed against shrinking and growing")
     size = os.fstat(memory).st_size
-    if size < offer.manifest.bytes or offer.manifest.bytes % image.ALIGNMENT:
+    if not 0 < offer.manifest.bytes <= size or offer.manifest.bytes % image.ALIGNMENT:
         raise ProtocolError(f"its memory has {size} bytes, and the manifest says {offer.manifest.bytes}")
     return mmap.mmap(memory, offer.manifest.bytes, flags=mmap.MAP_SHARED)
 

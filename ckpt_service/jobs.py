@@ -26,13 +26,15 @@ class Phase(str, Enum):
     RENAMING = "renaming"
     PRUNING = "pruning"
     WAITING = "waiting"
+    PARKED = "parked"
     COMMITTED = "committed"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    SUPERSEDED = "superseded"
 
 
 ACTIVE = frozenset({Phase.WRITING, Phase.SYNCING, Phase.RENAMING, Phase.PRUNING})
-ENDED = frozenset({Phase.COMMITTED, Phase.FAILED, Phase.CANCELLED})
+ENDED = frozenset({Phase.COMMITTED, Phase.FAILED, Phase.CANCELLED, Phase.SUPERSEDED})
 
 
 @dataclass(frozen=True, order=True)
@@ -120,6 +122,27 @@ class RetryDue:
 
 
 @dataclass(frozen=True)
+class Parked:
+    """The trainers consider dropping this snapshot for a newer one; it must not start meanwhile."""
+
+    key: JobKey
+
+
+@dataclass(frozen=True)
+class Unparked:
+    """Some other rank could not park its part of the set: this one is written after all."""
+
+    key: JobKey
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """All ranks have parked their part of the set, and drop it."""
+
+    key: JobKey
+
+
+@dataclass(frozen=True)
 class Cancelled:
     """Nobody wants this snapshot any more."""
 
@@ -134,7 +157,8 @@ class ClientGone:
     at: float
 
 
-Event = Offered | Synced | Renaming | Landed | Pruned | Broke | RetryDue | Cancelled | ClientGone
+JobEvent = Synced | Renaming | Landed | Pruned | Broke | RetryDue | Parked | Unparked | Dropped | Cancelled
+Event = Offered | JobEvent | ClientGone
 
 
 # --- instructions -----------------------------------------------------------------------------------------------------
@@ -196,7 +220,11 @@ class Forget:
 Instruction = Accept | Start | Abort | Pause | Prune | Report | Forget
 
 TRANSITIONS: dict[tuple[Phase, type], Phase] = {
+    (Phase.QUEUED, Parked): Phase.PARKED,
     (Phase.QUEUED, Cancelled): Phase.CANCELLED,
+    (Phase.PARKED, Unparked): Phase.QUEUED,
+    (Phase.PARKED, Dropped): Phase.SUPERSEDED,
+    (Phase.PARKED, Cancelled): Phase.CANCELLED,
     (Phase.WRITING, Synced): Phase.SYNCING,
     (Phase.WRITING, Broke): Phase.WAITING,
     (Phase.SYNCING, Renaming): Phase.RENAMING,
@@ -231,6 +259,14 @@ class JobBook:
         mine = [job for job in self.jobs.values() if (job.key.stage, job.key.tp_rank) == (stage, tp_rank)]
         return [job for job in mine if job.key.attempt < attempt]
 
+    def can_park(self, key: JobKey) -> bool:
+        """Return whether a snapshot is here and its write has not begun."""
+        return key in self.jobs and self.jobs[key].phase is Phase.QUEUED
+
+    def is_parked(self, key: JobKey) -> bool:
+        """Return whether a snapshot is parked."""
+        return key in self.jobs and self.jobs[key].phase is Phase.PARKED
+
     def check(self) -> None:
         """Assert what must hold between any two events."""
         active = [job for job in self.jobs.values() if job.phase in ACTIVE]
@@ -256,12 +292,12 @@ class JobBook:
                 self._doomed.discard(event.key)
                 yield Report(job.key, job.client, Phase.COMMITTED)
                 yield Prune(job.key)
-            case Pruned() | Cancelled():
+            case Pruned() | Cancelled() | Dropped():
                 yield from self._end(self._step(event))
             case _:
                 self._step(event)
 
-    def _step(self, event: Synced | Renaming | Landed | Pruned | Broke | RetryDue | Cancelled) -> Job:
+    def _step(self, event: JobEvent) -> Job:
         job = self.jobs[event.key]
         assert (job.phase, type(event)) in TRANSITIONS, f"{type(event).__name__} meets a job that is {job.phase.value}"
         moved = replace(job, phase=TRANSITIONS[(job.phase, type(event))])
@@ -273,7 +309,8 @@ class JobBook:
         if known is None:
             self.jobs[event.key] = Job(event.key, event.nbytes, event.client)
         else:
-            self.jobs[event.key] = replace(known, client=event.client, orphaned_at=None)
+            phase = Phase.QUEUED if known.phase is Phase.PARKED else known.phase  # whoever parked it has lost track
+            self.jobs[event.key] = replace(known, client=event.client, orphaned_at=None, phase=phase)
         yield Accept(event.key, event.client)
         if known is not None and known.phase is Phase.PRUNING:
             yield Report(event.key, event.client, Phase.COMMITTED)
@@ -281,7 +318,8 @@ class JobBook:
     def _client_gone(self, event: ClientGone) -> None:
         for key, job in self.jobs.items():
             if job.client == event.client:
-                self.jobs[key] = replace(job, client=None, orphaned_at=event.at)
+                phase = Phase.QUEUED if job.phase is Phase.PARKED else job.phase
+                self.jobs[key] = replace(job, client=None, orphaned_at=event.at, phase=phase)
 
     def _broke(self, event: Broke) -> Iterator[Instruction]:
         job = replace(self._step(event), tries=self.jobs[event.key].tries + 1)
@@ -303,7 +341,7 @@ class JobBook:
 
     def _start_next(self) -> Iterator[Instruction]:
         running = {job.key.shard for job in self.jobs.values() if job.phase in ACTIVE}
-        blocked = {job.key.shard for job in self.jobs.values() if job.phase is Phase.WAITING}
+        blocked = {job.key.shard for job in self.jobs.values() if job.phase in (Phase.WAITING, Phase.PARKED)}
         for key in sorted(self.jobs):
             if len(running) >= self.shards_at_once:
                 return

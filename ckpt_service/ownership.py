@@ -172,6 +172,7 @@ class RunLock:
             raise
         self._fd = fd
         _run_locks.add(self.path)
+        self._note(host, beat=0)
         threading.Thread(target=self._beat, args=(host,), name="ckpt-run-lock", daemon=True).start()
 
     def release(self) -> None:
@@ -183,16 +184,19 @@ class RunLock:
             os.close(self._fd)
             self._fd = -1
 
+    def _note(self, host: str, beat: int) -> None:
+        """Write down who owns it; a disk that fails meanwhile costs the second net only."""
+        pid = os.getpid()
+        record = json.dumps({"host": host, "pid": pid, "pid_start": pid_start(pid), "beat": beat})
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, record.ljust(200).encode() + b"\n", 0)
+
     def _beat(self, host: str) -> None:
-        """Renew the record until the end; a disk that fails meanwhile costs the second net only."""
-        pid, beat = os.getpid(), 0
-        while True:
-            record = json.dumps({"host": host, "pid": pid, "pid_start": pid_start(pid), "beat": beat})
-            with contextlib.suppress(OSError):
-                os.pwrite(self._fd, record.ljust(200).encode() + b"\n", 0)
+        """Renew the record until the end."""
+        beat = 0
+        while not self._stop.wait(_RUN_HEARTBEAT_SECONDS):
             beat += 1
-            if self._stop.wait(_RUN_HEARTBEAT_SECONDS):
-                return
+            self._note(host, beat)
 
 
 def _locked(fd: int) -> bool:

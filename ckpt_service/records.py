@@ -315,6 +315,21 @@ class Settle(_Message):
     cancel: bool = False
 
 
+class Park(_Message):
+    """Ask that the write of a snapshot of this client does not begin; answered by :class:`Parked`."""
+
+    type: Literal["park"] = "park"
+    snapshot_id: str
+
+
+class Unpark(_Message):
+    """Decide about a parked snapshot: ``drop`` it for a newer one, or let it be written after all."""
+
+    type: Literal["unpark"] = "unpark"
+    snapshot_id: str
+    drop: bool
+
+
 class Goodbye(_Message):
     """A clean close: this client needs the daemon no longer, once all is written."""
 
@@ -381,6 +396,14 @@ class Failed(_Message):
     hint: str | None = None
 
 
+class Parked(_Message):
+    """The answer to a park; ``ok`` is False when the write has begun or the snapshot is not here."""
+
+    type: Literal["parked"] = "parked"
+    snapshot_id: str
+    ok: bool
+
+
 class Settled(_Message):
     """The answer to a settle, repeated while ``pending`` snapshots remain; ``bytes_done`` moves as they are written."""
 
@@ -389,8 +412,8 @@ class Settled(_Message):
     bytes_done: Count
 
 
-ClientMessage = Hello | Offer | Settle | Goodbye
-DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Settled
+ClientMessage = Hello | Offer | Settle | Park | Unpark | Goodbye
+DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Parked | Settled
 
 client_messages: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="type")])
 daemon_messages: TypeAdapter[DaemonMessage] = TypeAdapter(Annotated[DaemonMessage, Field(discriminator="type")])

@@ -39,7 +39,7 @@ def parse_manifest(head: bytes | memoryview) -> ShardManifest | None:
                 hint="upgrade ckpt-service to read it",
             )
         return ShardManifest.model_validate(values)
-    except (ValueError, AttributeError, ValidationError) as error:
+    except (ValueError, AttributeError, ValidationError, RecursionError) as error:
         raise DamagedCheckpoint(f"its manifest cannot be read: {error}") from error
 
 
@@ -68,6 +68,8 @@ def inspect(path: str, name: ShardName, stage: int) -> Shard | None:
 
 def _problem(head: bytes, manifest: ShardManifest | None, name: ShardName, stage: int, size: int) -> str | None:
     if manifest is None:
+        if b'"format_version"' in head and b'"run_id"' in head:
+            return "its head is damaged: the manifest is not where it should be"
         known = head.startswith((_ZIP_MAGIC, _PICKLE_MAGIC))
         return None if known else f"it is not a checkpoint ({size} bytes)"
     if size != manifest.bytes:

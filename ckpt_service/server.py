@@ -49,6 +49,11 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.2
 _WORKERS = 4
+_WHY_ENDED = {
+    Phase.FAILED: "the daemon had to leave",
+    Phase.CANCELLED: "a newer attempt has started",
+    Phase.SUPERSEDED: "it gave way to a newer snapshot before its write began",
+}
 
 _T = TypeVar("_T")
 
@@ -177,6 +182,10 @@ class Server:
                 self._on_hello(client, message)
             case Settle() if client.trains:
                 self._spawn(self._settle(client, message))
+            case records.Park(snapshot_id=name) if client.trains:
+                self._on_park(client, name)
+            case records.Unpark(snapshot_id=name, drop=drop) if client.trains:
+                self._on_unpark(client, name, drop=drop)
             case records.Goodbye():
                 client.left_cleanly = True
                 if client.trains:
@@ -219,6 +228,23 @@ class Server:
             self._held[held.key] = held
             self._ledger.submitted(offer.manifest)
         self._handle(jobs.Offered(held.key, offer.manifest.bytes, client.connection.number))
+
+    def _on_park(self, client: Client, name: str) -> None:
+        key = self._key_of(client, name)
+        ok = key is not None and self._book.can_park(key)
+        if key is not None and ok:
+            self._handle(jobs.Parked(key))
+        client.connection.send(records.Parked(snapshot_id=name, ok=ok))
+
+    def _on_unpark(self, client: Client, name: str, *, drop: bool) -> None:
+        key = self._key_of(client, name)
+        if key is not None and self._book.is_parked(key):
+            self._handle(jobs.Dropped(key) if drop else jobs.Unparked(key))
+
+    def _key_of(self, client: Client, name: str) -> JobKey | None:
+        """Return the job of this client that has this name."""
+        mine = (key for key, job in self._book.jobs.items() if job.client == client.connection.number)
+        return next((key for key in mine if self._snapshot_id(key) == name), None)
 
     async def _settle(self, client: Client, settle: Settle) -> None:
         """Tell the client how much older attempts of its shard have to write yet, until that is nothing."""
@@ -272,9 +298,10 @@ class Server:
             return
         error = self._fates.pop(key, None)
         reason: records.FailureReason = "cancelled" if phase is Phase.CANCELLED else "error"
-        if isinstance(error, SnapshotSuperseded):
+        if phase is Phase.SUPERSEDED or isinstance(error, SnapshotSuperseded):
             reason = "superseded"
-        message = str(error.args[0]) if error else "a newer attempt has started"
+            self._ledger.counts["superseded"] += 1
+        message = str(error.args[0]) if error else _WHY_ENDED[phase]
         code, hint = (error.code, error.hint) if error else (None, None)
         self._tell(
             client, records.Failed(snapshot_id=snapshot_id, reason=reason, message=message, code=code, hint=hint)
@@ -341,9 +368,7 @@ class Server:
         self._fates[held.key] = error
         self._handle(jobs.Broke(held.key, error.retryable, time.monotonic()))
         final = held.key not in self._book.jobs
-        if isinstance(error, SnapshotSuperseded):
-            self._ledger.counts["superseded"] += 1
-        else:
+        if not isinstance(error, SnapshotSuperseded):
             self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=final)
         log.warning("step %d, try %d: %s", held.offer.manifest.step, before + 1, error)
 
@@ -399,7 +424,7 @@ class Server:
     async def _leave(self, listener: socket.socket) -> int:
         """Close the door, name what is lost, and say goodbye to the world."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._paths.socket)
+            await self._on_thread(lambda: os.unlink(self._paths.socket))
         listener.close()
         lost = sorted(self._book.jobs)
         for key in lost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ from ckpt_service.records import (
     PendingStatus,
     QueueStatus,
     ServiceStatus,
+    ShardStatus,
     StorageStatus,
     Totals,
     WritePhase,
@@ -58,7 +60,7 @@ def compose(
     ledger: Ledger,
     now: float,
 ) -> ServiceStatus:
-    """Return the status document of this moment.
+    """Return the status document of this moment; where it is published, ``storage`` is filled in.
 
     Args:
         here: what never changes.
@@ -79,7 +81,7 @@ def compose(
         attempt=max((trainer.attempt for trainer in trainers), default=None),
         daemon=DaemonStatus(
             pid=os.getpid(),
-            pid_start=ownership.pid_start(os.getpid()) or 0,
+            pid_start=_own_start(os.getpid()),
             version=__version__,
             protocol=PROTOCOL,
             socket=here.socket,
@@ -99,7 +101,7 @@ def compose(
         shards=shards,
         last_complete=ledger.last_complete,
         totals=Totals(**ledger.counts),
-        storage=storage(here.root, [shard.last_committed.bytes for shard in shards if shard.last_committed]),
+        storage=None,
         errors=list(ledger.errors),
     )
 
@@ -139,14 +141,10 @@ def pending(held: Held) -> PendingStatus:
     )
 
 
-def storage(root: str, shard_bytes: Iterable[int]) -> StorageStatus | None:
-    """Describe the filesystem under ``root``; ``shard_bytes`` are the sizes of one checkpoint's shards of this host."""
-    try:
-        found = os.statvfs(root)
-    except OSError:
-        return None
+def storage(found: os.statvfs_result, shards: Iterable[ShardStatus]) -> StorageStatus:
+    """Describe a filesystem; ``shards`` say how large one checkpoint of this host is."""
     free = found.f_bavail * found.f_frsize
-    needed = sum(shard_bytes)
+    needed = sum(shard.last_committed.bytes for shard in shards if shard.last_committed)
     return StorageStatus(
         free_bytes=free,
         total_bytes=found.f_blocks * found.f_frsize,
@@ -154,12 +152,36 @@ def storage(root: str, shard_bytes: Iterable[int]) -> StorageStatus | None:
     )
 
 
+@functools.cache
+def _own_start(pid: int) -> int:
+    """When this process started; it is looked up once, before the event loop runs."""
+    return ownership.pid_start(pid) or 0
+
+
+class _Space:
+    """The filesystem under the root, as it was when it last answered."""
+
+    def __init__(self) -> None:
+        self._found: os.statvfs_result | None = None
+
+    def look(self, root: str) -> None:
+        """Ask the filesystem; this waits as long as it hangs."""
+        with contextlib.suppress(OSError):
+            self._found = os.statvfs(root)
+
+    def filled(self, status: ServiceStatus) -> ServiceStatus:
+        """Return the status with what is known."""
+        known = storage(self._found, status.shards) if self._found is not None else None
+        return status.model_copy(update={"storage": known})
+
+
 class _Place:
     """One file that the status is published in: at most one write under way, and one that waits for it."""
 
-    def __init__(self, path: str, build: Callable[[], ServiceStatus]) -> None:
+    def __init__(self, path: str, build: Callable[[], ServiceStatus], space: _Space) -> None:
         self._path = path
         self._build = build
+        self._space = space
         self._executor = ThreadPoolExecutor(1, "ckpt-status")
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
@@ -179,15 +201,22 @@ class _Place:
         await self._write()
 
     async def _write(self) -> None:
-        content = self._build().model_dump_json(indent=1).encode() + b"\n"
+        status = self._build()
         mine = asyncio.current_task()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, write_small, self._path, content)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._write_now, status)
         except OSError as error:
             log.warning("the status could not be written to %s: %s", self._path, error)
         finally:
             if self._running is mine:
                 self._running = None
+
+    def _write_now(self, status: ServiceStatus) -> None:
+        """On the thread of this place."""
+        if self._path.startswith(status.root + os.sep):  # elsewhere, a disk that hangs must not be waited for
+            self._space.look(status.root)
+        content = self._space.filled(status).model_dump_json(indent=1).encode() + b"\n"
+        write_small(self._path, content)
 
 
 class Publisher:
@@ -196,7 +225,9 @@ class Publisher:
     def __init__(self, paths: list[str], build: Callable[[], ServiceStatus], heartbeat_seconds: float) -> None:
         self._heartbeat_seconds = max(heartbeat_seconds, _MIN_INTERVAL_SECONDS)
         self._changed = asyncio.Event()
-        self._places = [_Place(path, build) for path in paths]
+        space = _Space()
+        self._places = [_Place(path, build, space) for path in paths]
+        _own_start(os.getpid())
 
     def changed(self) -> None:
         """Ask for a publish soon."""

@@ -42,14 +42,12 @@ def verify_shard(shard: Shard) -> FileReport:
 def _verify_bytes(path: str) -> tuple[int, str | None]:
     records = 0
     try:
-        with (
-            open(path, "rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
-            memoryview(mapping) as view,
-        ):
-            layout = image.parse(view)
-            records = len(layout.records)
-            verify_records(view, layout)
+        with open(path, "rb") as file:
+            # Not closed here: an error that is under way holds parts of it, and then closing it would be another error.
+            view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        layout = image.parse(view)
+        records = len(layout.records)
+        verify_records(view, layout)
     except DamagedCheckpoint as error:
         return records, str(error)
     except (OSError, ValueError) as error:

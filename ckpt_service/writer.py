@@ -151,7 +151,9 @@ def write_image(snapshot: Snapshot, file: NewFile, options: WriteOptions, watche
                     raise Stopped
                 start, end = chunk
                 options.limit.take(end - start, watcher.stop)
-                file.write_at(snapshot.view[start:end], start)
+                # Released at once: an error's traceback would keep it, and so the image, from being let go.
+                with snapshot.view[start:end] as part:
+                    file.write_at(part, start)
                 done.append(end - start)
                 watcher.wrote(end - start)
         except (OSError, Stopped) as error:

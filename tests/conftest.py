@@ -22,7 +22,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    """A run directory for real processes; whatever they leave running is ended, and a daemon that stayed is an error."""
+    """A run directory for real processes; whatever they leave running is ended."""
     directory = RunDirectory(tmp_path / "run")
     yield directory
     directory.clean_up()

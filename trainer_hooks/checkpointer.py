@@ -20,13 +20,14 @@ from ckpt_service.records import Hello, Origin, ShardManifest
 from ckpt_service.retention import RetentionPolicy
 from ckpt_service.storage import LocalDirectory
 from trainer_hooks import layout, replicas, resume
+from trainer_hooks.admission import OnFull
 from trainer_hooks.capture import blueprint
 from trainer_hooks.choice import candidates
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.launch import Service
 from trainer_hooks.load import LoadedShard
 from trainer_hooks.resume import ResumePoint
-from trainer_hooks.saving import OnFull, Saver
+from trainer_hooks.saving import Saver
 from trainer_hooks.start import Run, prepare_root, utc_now
 from trainer_hooks.tickets import SaveTicket
 from trainer_hooks.topology import Topology
@@ -50,8 +51,9 @@ class Checkpointer:
         keep_last: how many complete checkpoints to keep, at least 1.
         retention: the whole policy, instead of ``keep_last``.
         slots: how many snapshots may be on their way at once; each takes the size of the state in shared memory.
-        on_full: what ``save`` does when all slots are taken. "block" waits for the disk; "skip" drops the new snapshot,
-            on all ranks or on none.
+        on_full: what ``save`` does when all slots are taken. "block" waits for the disk; "skip" drops the new snapshot;
+            "replace" drops the oldest one whose write has not begun. Both drop it on all ranks or on none, for which
+            ``save`` becomes collective on the ranks that write.
         staging: "overlap" or "blocking". Both copy the state before ``save`` returns in this release.
         service: "auto" finds or starts this user's daemon for the run directory; a path is the socket of another one.
         trust: classes, beyond plain values, that a state may hold.
@@ -78,7 +80,7 @@ class Checkpointer:
         service: str | os.PathLike[str] = "auto",
         trust: Iterable[type] = (),
     ) -> None:
-        _one_of("on_full", on_full, ("block", "skip"))
+        _one_of("on_full", on_full, ("block", "skip", "replace"))
         _one_of("staging", staging, ("overlap", "blocking"))
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ValueError(f"slots={slots!r}: it must be a whole number of at least 1")
@@ -92,13 +94,17 @@ class Checkpointer:
         self._repeats: Counter[tuple[int, int]] = Counter()
         self._last: SaveTicket | None = None
         self._closed = False
+        self._resumed = False
         self._pid = os.getpid()
         host = ownership.host_name(os.environ)
         self._run = Run(prepare_root(root, postfix), postfix, host, place, slots, config)
+        client: ServiceClient | None = None
         try:
             client = self._connected(service) if async_ckpt else None
             self._saver = Saver(self._run, policy, client, on_full)
         except BaseException:
+            if client is not None:
+                client.close()
             self._run.end()
             raise
         atexit.register(self._at_exit)
@@ -122,7 +128,7 @@ class Checkpointer:
             step: the training step, part of the file's name.
             epoch: the epoch, part of the file's name.
             state: what to write, exactly. Without it: the tracked objects, their RNG, ``epoch``, ``step``, ``stage``.
-            final: this is the last save of the run; it is never skipped.
+            final: this is the last save of the run; it is neither skipped nor replaced.
 
         Returns:
             The ticket; on a rank that does not write it is done at once. A failure of the write is found there, as a
@@ -188,6 +194,7 @@ class Checkpointer:
                 warnings.warn(f"nothing to resume from: only partial checkpoints, of steps {partial}", stacklevel=2)
             return None
         point, loaded = taken
+        self._resumed = True  # in strict mode it may still be refused; the user has looked at what is there
         mine = self._with_replica(loaded, point)
         self._run.agree(lambda: self._checked(mine, strict=strict), b"", kind=StateMismatch)
         if point.attempt:
@@ -320,7 +327,7 @@ class Checkpointer:
 
     def _warn_of_strangers(self) -> None:
         """Tell a user who starts afresh in a used directory what lies there; resume() would have continued it."""
-        if self._sequence > 1 or self._run.origin is not None or self._run.topology.rank > 0:
+        if self._sequence > 1 or self._resumed or self._run.topology.rank > 0:
             return
         there = scan.load_catalog(self._run.root, self._run.postfix).of_kind("train")
         if there:

@@ -28,10 +28,13 @@ from ckpt_service.records import (
     Goodbye,
     Hello,
     Offer,
+    Park,
+    Parked,
     Progress,
     Refused,
     Settle,
     Settled,
+    Unpark,
 )
 from ckpt_service.storage import LocalDirectory
 from trainer_hooks.launch import Channel, Service, connect
@@ -44,14 +47,18 @@ _RECONNECT_PAUSE_SECONDS = 0.2
 class Pending:
     """A snapshot that is not safe yet.
 
-    ``memory`` is the descriptor of its slot. ``done`` lets go of the slot; with True if the daemon has said that it is
-    done with it, so that it can be used again.
+    ``final`` ones never give way. ``memory`` is the descriptor of its slot. ``done`` lets go of the slot; with True if
+    the daemon has said that it is done with it, so that it can be used again.
     """
 
     offer: Offer
     memory: int
     ticket: SaveTicket
+    final: bool
     done: Callable[[bool], None]
+
+
+_Outgoing = Pending | Settle | Park | Unpark | Goodbye
 
 
 class ServiceClient:
@@ -63,11 +70,12 @@ class ServiceClient:
         self._config = config
         self._channel: Channel | None = None
         self._pending: dict[str, Pending] = {}
-        self._outbox: deque[Pending | Settle | Goodbye] = deque()
+        self._outbox: deque[_Outgoing] = deque()
         self._changed = threading.Condition()
         self._progress_at = time.monotonic()
         self._asked: Settle | None = None
         self._settled: Settled | None = None
+        self._parked: Parked | None = None
         self._closing = False
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="ckpt-client", daemon=True)
@@ -137,6 +145,38 @@ class ServiceClient:
                     seen, moved = self._settled, time.monotonic()
                 self._changed.wait(0.1)
         return False
+
+    def replaceable(self) -> list[int]:
+        """Return the sequences of the pending snapshots that may give way to a newer one."""
+        with self._changed:
+            return [p.offer.manifest.sequence for p in self._pending.values() if not p.final]
+
+    def park(self, sequence: int) -> bool:
+        """Keep the daemon from beginning to write a snapshot; False if it has begun or does not answer in time."""
+        name = self._name_of(sequence)
+        if name is None:
+            return False
+        with self._changed:
+            self._parked = None
+        self._post(Park(snapshot_id=name))
+        deadline = time.monotonic() + self._config.notice_seconds
+        with self._changed:
+            while self._parked is None or self._parked.snapshot_id != name:
+                if time.monotonic() > deadline:
+                    self._post(Unpark(snapshot_id=name, drop=False))
+                    return False
+                self._changed.wait(0.05)
+            return self._parked.ok
+
+    def unpark(self, sequence: int, *, drop: bool) -> None:
+        """Drop a parked snapshot, or let it be written after all."""
+        name = self._name_of(sequence)
+        if name is not None:
+            self._post(Unpark(snapshot_id=name, drop=drop))
+
+    def _name_of(self, sequence: int) -> str | None:
+        with self._changed:
+            return next((n for n, p in self._pending.items() if p.offer.manifest.sequence == sequence), None)
 
     def close(self) -> None:
         """Say goodbye and end the thread; what is still pending fails."""
@@ -227,6 +267,8 @@ class ServiceClient:
             self._progress_at = time.monotonic()
             if isinstance(message, Settled):
                 self._settled = message
+            if isinstance(message, Parked):
+                self._parked = message
             self._changed.notify_all()
         match message:
             case Accepted(snapshot_id=name) if name in self._pending:
@@ -265,7 +307,7 @@ class ServiceClient:
             self._pending.clear()
         return pending
 
-    def _post(self, message: Pending | Settle | Goodbye) -> None:
+    def _post(self, message: _Outgoing) -> None:
         self._outbox.append(message)
         try:
             os.write(self._wake_writer, b"1")

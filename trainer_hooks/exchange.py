@@ -32,10 +32,11 @@ class Exchange(Protocol):
 
 
 class FileExchange:
-    """Values as files; ``directory`` is one that all ranks see."""
+    """Values as files; ``directory`` is one that all ranks see, ``prefix`` what their names begin with."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, prefix: str) -> None:
         self._directory = directory
+        self._prefix = prefix
 
     def put(self, key: str, value: bytes) -> None:
         """Write the file as a whole."""
@@ -53,7 +54,7 @@ class FileExchange:
         return value
 
     def _path(self, key: str) -> str:
-        return os.path.join(self._directory, f"value.{key.replace('/', '.')}")
+        return os.path.join(self._directory, f"{self._prefix}.{key.replace('/', '.')}")
 
 
 class StoreExchange:

@@ -7,6 +7,7 @@ meet in a directory of the run; what tells one launch from another is a launch i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -170,12 +171,18 @@ class _Member:
     def is_alive(self) -> bool:
         return ownership.pid_start(self.pid) == self.pid_start
 
+    @property
+    def is_another(self) -> bool:
+        """Whether it is another process of this host, and lives."""
+        return self.is_here and self.is_alive and self.pid != os.getpid()
+
 
 class LaunchGroup:
     """The ranks of one launch without ``torch.distributed``: they meet in a directory that all of them see.
 
     Rank 0 announces a session; each other rank claims its place in it, once: a rank that restarts alone finds its place
-    taken and is refused, since the others still hold the state of before.
+    taken, or rank 0 the places of the others, and is refused, since the others still hold the state of before. Who
+    leaves says so; what a rank has answered stays for those that have yet to read it, and the last one clears it away.
     """
 
     can_send = False
@@ -204,18 +211,26 @@ class LaunchGroup:
 
     def exchange(self) -> Exchange:
         """Files in the meeting place."""
-        return FileExchange(self._directory)
+        return FileExchange(self._directory, prefix=f"{self._nonce}.value")
 
     def close(self) -> None:
-        """Rank 0 takes the meeting place away."""
-        if self._topology.rank == 0:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        """Leave; the last one takes the session's files away, and the meeting place if nobody meets there again."""
+        with contextlib.suppress(OSError):  # what stays is swept by a later start
+            if self._topology.rank == 0 and _Member.read(self._path("session")) == _Member.me(self._nonce):
+                os.unlink(self._path("session"))
+            write_small(self._left(self._topology.rank), b"", durable=False)
+            if all(os.path.exists(self._left(rank)) for rank in range(self._topology.world_size)):
+                for name in os.listdir(self._directory):
+                    if name.startswith(f"{self._nonce}."):
+                        os.unlink(self._path(name))
+                os.rmdir(self._directory)
 
     def _announce(self) -> str:
         known = _Member.read(self._path("session"))
-        if known is not None and known.is_here and known.is_alive and known.pid != os.getpid():
+        again = known is not None and known == _Member.me(known.nonce)  # this process, after a Checkpointer before
+        if not again and any(member.is_another for member in _members(self._directory)):
             raise self._taken()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        _sweep(os.path.dirname(self._directory))
         make_directories(self._directory)
         mine = _Member.me(secrets.token_hex(8))
         write_small(self._path("session"), mine.content, durable=False)
@@ -226,14 +241,15 @@ class LaunchGroup:
         while time.monotonic() < deadline:
             session = _Member.read(self._path("session"))
             if session is not None and (session.is_alive or not session.is_here):
-                claim = self._path(f"{session.nonce}.claim.{self._topology.rank}")
-                if create_small(claim, _Member.me(session.nonce).content):
-                    return session.nonce
-                if session.is_here:
+                mine, claim = _Member.me(session.nonce), self._path(f"{session.nonce}.claim.{self._topology.rank}")
+                with contextlib.suppress(FileNotFoundError):  # rank 0 sweeps what an earlier launch has left
+                    if create_small(claim, mine.content):
+                        return session.nonce
+                if session.is_here and _Member.read(claim) not in (None, mine):  # mine: rank 0 has yet to begin again
                     raise self._taken()
             time.sleep(_POLL_SECONDS)
         raise CkptError(
-            f"rank {self._topology.rank} waited {self._patience_seconds} s for rank 0 of this launch",
+            f"rank {self._topology.rank} waited {self._patience_seconds:g} s for rank 0 of this launch",
             op="start",
             path=self._directory,
             hint="start all ranks together, with the same launch id",
@@ -241,13 +257,16 @@ class LaunchGroup:
 
     def _taken(self) -> RunDirectoryBusy:
         return RunDirectoryBusy(
-            f"rank {self._topology.rank} of this launch has started already",
+            f"rank {self._topology.rank} has started already in this launch, or others of it are still alive",
             path=self._directory,
             hint="restart all ranks together; the others hold the state of before",
         )
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
+
+    def _left(self, rank: int) -> str:
+        return self._path(f"{self._nonce}.left.{rank}")
 
     def _file(self, rank: int) -> str:
         return self._path(f"{self._nonce}.{self._round}.{rank}")
@@ -257,16 +276,38 @@ class LaunchGroup:
         member = self._path(f"{self._nonce}.claim.{rank}" if rank else "session")
         deadline = time.monotonic() + self._patience_seconds
         while True:
+            has_left = os.path.exists(self._left(rank))  # looked for first: it answers before it leaves
             try:
                 with open(self._file(rank), "rb") as file:
                     return file.read()
             except FileNotFoundError:
                 known = _Member.read(member)
                 lives = known is not None and known.is_here and known.is_alive
-                if not lives and time.monotonic() > deadline:
+                if has_left or (not lives and time.monotonic() > deadline):
                     break
                 time.sleep(_POLL_SECONDS)
-        raise CkptError(f"rank {rank} did not answer within {self._patience_seconds} s", op="agree")
+        why = "has left" if has_left else f"did not answer within {self._patience_seconds:g} s"
+        raise CkptError(f"rank {rank} {why}", op="agree", hint="restart all ranks together")
+
+
+def _members(directory: str) -> list[_Member]:
+    """Return all processes that have announced or claimed something in a meeting place, in sessions not closed."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    closed = {name.partition(".")[0] for name in names if name.endswith(".left.0")}
+    found = [_Member.read(os.path.join(directory, name)) for name in names if name == "session" or ".claim." in name]
+    return [member for member in found if member is not None and member.nonce not in closed]
+
+
+def _sweep(launches: str) -> None:
+    """Take away the meeting places whose ranks have all died on this host."""
+    for entry in os.listdir(launches) if os.path.isdir(launches) else []:
+        directory = os.path.join(launches, entry)
+        members = _members(directory)
+        if members and all(member.is_here and not member.is_alive for member in members):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def join(

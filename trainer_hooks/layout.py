@@ -1,7 +1,7 @@
 """A state to the plan of its image: the pickled structure, and which bytes of which storages it needs.
 
 The pickle is the one that ``torch.save`` writes (protocol 2, storages as persistent ids), so that ``torch.load``
-reads it. What differs: of each storage only the smallest span that covers its views is stored, and every class or
+reads it. What differs: of each storage only the spans that its views need are stored, and every class or
 function that would have to be looked up on loading is checked against :mod:`trainer_hooks.values` first.
 """
 
@@ -11,14 +11,17 @@ import contextlib
 import io
 import pickle
 import types
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, time
 from typing import Any
 
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from ckpt_service import image
 from ckpt_service.errors import StateRefused
 from trainer_hooks.values import REBUILD, REBUILD_PARAMETER, Allowed
 
@@ -52,32 +55,28 @@ def plan(state: Any, allowed: Allowed) -> Plan:
         StateRefused: it holds something that cannot be saved, or not be loaded again; names the key path.
     """
     pickled, table = _pickle(state, allowed, {})
-    if any(found.is_trimmed for found in table.found.values()):
+    if table.cuts():
         # Sizes and offsets depend on the spans, which are known only after the first pass (it takes whole storages).
-        spans = {handle: (found.low, found.high) for handle, found in table.found.items()}
-        pickled, table = _pickle(state, allowed, spans)
-    needed = (StorageSpan(int(found.key), found.storage, found.begin, found.nbytes) for found in table.found.values())
+        pickled, table = _pickle(state, allowed, table.cuts())
+    needed = (
+        StorageSpan(int(found.key), found.storage, found.begin, found.end - found.begin)
+        for found in table.found.values()
+    )
     return Plan(pickled, tuple(needed), table.tensors)
 
 
-@dataclass
-class _Found:
-    """A storage met while pickling: the bytes [low, high) of it that were needed so far, and those that are stored.
+Span = tuple[int, int]
+"""The bytes [low, high) of a storage."""
 
-    What is stored, ``nbytes`` from ``begin``, is fixed before the pickling, and the pickle refers to it.
-    """
+
+@dataclass(frozen=True)
+class _Found:
+    """The bytes [begin, end) of a storage: one record of the image, to which the pickle refers by its key."""
 
     key: str
     storage: UntypedStorage
-    dtype: torch.dtype
-    low: int
-    high: int
     begin: int
-    nbytes: int
-
-    @property
-    def is_trimmed(self) -> bool:
-        return self.high - self.low != self.storage.nbytes()
+    end: int
 
 
 @dataclass(frozen=True)
@@ -89,29 +88,59 @@ class _Reference:
     count: int
 
 
-class _Table:
-    """The storages of one pickle, by torch's handle, in the order in which they are met."""
+@dataclass
+class _Views:
+    """What the tensors of a state view of one storage."""
 
-    def __init__(self, spans: Mapping[int, tuple[int, int]]) -> None:
-        self._spans = spans
-        self.found: dict[int, _Found] = {}
+    storage: UntypedStorage
+    dtype: torch.dtype
+    spans: list[Span]
+
+
+class _Table:
+    """The storages of one pickle, by torch's handle, cut as ``cuts`` says, in the order in which they are met."""
+
+    def __init__(self, cuts: Mapping[int, list[Span]]) -> None:
+        self._cuts = cuts
+        self._views: dict[int, _Views] = {}
+        self.found: dict[tuple[int, int], _Found] = {}
         self.tensors = 0
 
-    def note(self, storage: UntypedStorage, dtype: torch.dtype, low: int, high: int) -> _Found:
+    def note(self, storage: UntypedStorage, dtype: torch.dtype, span: Span) -> _Found:
+        """Return the record that holds a view."""
         handle = storage._cdata
-        known = self.found.get(handle)
-        if known is None:
-            # One that the first pass has not met (an object may make new tensors each time) is stored whole.
-            begin, end = self._spans.get(handle, (0, storage.nbytes()))
-            known = _Found(str(len(self.found)), storage, dtype, low, high, begin, end - begin)
-            self.found[handle] = known
-        elif known.dtype != dtype:
-            raise _Refusal(f"a tensor of {dtype} shares memory with one of {known.dtype}; save a clone of one of them")
-        elif high > low:
-            empty = known.high == known.low
-            known.low = low if empty else min(known.low, low)
-            known.high = high if empty else max(known.high, high)
-        return known
+        views = self._views.setdefault(handle, _Views(storage, dtype, []))
+        if views.dtype != dtype:
+            raise _Refusal(f"a tensor of {dtype} shares memory with one of {views.dtype}; save a clone of one of them")
+        if span[0] < span[1]:
+            views.spans.append(span)
+        begin, end = self._part(handle, storage, span)
+        found = _Found(str(len(self.found)), storage, begin, end)
+        return self.found.setdefault((handle, begin), found)
+
+    def cuts(self) -> dict[int, list[Span]]:
+        """Return the spans of those storages that need not be stored whole."""
+        needed = {handle: _merged(views.spans) for handle, views in self._views.items()}
+        return {handle: s for handle, s in needed.items() if s != [(0, self._views[handle].storage.nbytes())]}
+
+    def _part(self, handle: int, storage: UntypedStorage, span: Span) -> Span:
+        # One that the first pass has not met (an object may make new tensors each time) is stored whole.
+        spans = self._cuts.get(handle, [(0, storage.nbytes())])
+        part = spans[max(0, bisect_right(spans, span[0], key=lambda known: known[0]) - 1)]
+        if span[0] < span[1] and not part[0] <= span[0] <= span[1] <= part[1]:
+            raise _Refusal("it changes while it is being saved")
+        return part
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Put together what overlaps, and what lies so close that a record of its own would cost more than the gap."""
+    merged: list[Span] = []
+    for low, high in sorted(spans):
+        if merged and low - merged[-1][1] < image.ALIGNMENT:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged or [(0, 0)]
 
 
 class _Refusal(Exception):
@@ -119,9 +148,9 @@ class _Refusal(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, allowed: Allowed, spans: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, buffer: io.BytesIO, allowed: Allowed, cuts: Mapping[int, list[Span]]) -> None:
         super().__init__(buffer, protocol=_PROTOCOL, fix_imports=False)  # names of Python 3 only
-        self.table = _Table(spans)
+        self.table = _Table(cuts)
         self.current: Any = None
         self.trusting = False
         self._allowed = allowed
@@ -142,6 +171,8 @@ class _Pickler(pickle.Pickler):
         if not self._allowed.holds(named):
             raise _Refusal(_untrusted(named))
         self.trusting |= self._allowed.trusts(named)
+        if isinstance(obj, (datetime, time)) and obj.fold:
+            return obj.__reduce_ex__(4)  # the older protocols drop it
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -171,12 +202,12 @@ class _Pickler(pickle.Pickler):
             kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]
             unit = tensor.element_size()
         low, high = _span(tensor)
-        found = self.table.note(untyped, tensor.dtype, low, high)
+        found = self.table.note(untyped, tensor.dtype, (low, high))
         offset = arguments[1] - found.begin // tensor.element_size() if high > low else 0
-        return (_Reference(kind, found.key, found.nbytes // unit), offset, *arguments[2:])
+        return (_Reference(kind, found.key, (found.end - found.begin) // unit), offset, *arguments[2:])
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(tensor: torch.Tensor) -> Span:
     """Return the bytes [low, high) of its storage that a strided tensor views; (0, 0) if it has no elements."""
     if tensor.numel() == 0:
         return 0, 0
@@ -185,9 +216,9 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return offset * tensor.element_size(), (offset + reach + 1) * tensor.element_size()
 
 
-def _pickle(state: Any, allowed: Allowed, spans: Mapping[int, tuple[int, int]]) -> tuple[bytes, _Table]:
+def _pickle(state: Any, allowed: Allowed, cuts: Mapping[int, list[Span]]) -> tuple[bytes, _Table]:
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, allowed, spans)
+    pickler = _Pickler(buffer, allowed, cuts)
     try:
         pickler.dump(state)
         pickled = buffer.getvalue()

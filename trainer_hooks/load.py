@@ -95,17 +95,10 @@ def _saying(path: str) -> Iterator[None]:
         yield
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{path}: {error}", op="load", path=path) from error
-    except (
-        OSError,
-        EOFError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:
-        raise DamagedCheckpoint(f"{path}: cannot be read: {error}", op="load", path=path) from error
+    except Exception as error:
+        raise DamagedCheckpoint(
+            f"{path}: cannot be read: {str(error) or type(error).__name__}", op="load", path=path
+        ) from error
 
 
 class _Records:
@@ -159,8 +152,8 @@ class _Records:
 def _layout(fd: int, size: int) -> Layout:
     if size == 0:
         raise DamagedCheckpoint("the file is empty")
-    with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as view:
-        return image.parse(view)
+    # Not closed here: an error that is under way holds parts of it, and then closing it would be another error.
+    return image.parse(memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ)))
 
 
 def _unpickle(records: _Records, allowed: Allowed) -> Any:
@@ -184,7 +177,7 @@ def _unpickle(records: _Records, allowed: Allowed) -> Any:
 
     try:
         state = Unpickler(io.BytesIO(records.read(image.PICKLE))).load()
-        with torch.sparse.check_sparse_tensor_invariants():
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
             torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
     finally:
         torch._utils._sparse_tensors_to_validate.clear()  # torch holds on to what it rebuilds until it is validated

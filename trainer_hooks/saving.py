@@ -14,23 +14,22 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from ckpt_service import prune, writer
-from ckpt_service.errors import CkptError, SaveFailed, SnapshotSkipped, from_os_error
+from ckpt_service.errors import CkptError, SaveFailed, from_os_error
 from ckpt_service.prune import History
 from ckpt_service.records import Offer, Retention, ShardManifest
 from ckpt_service.retention import RetentionPolicy
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions
 from trainer_hooks import capture, replicas
+from trainer_hooks.admission import Admission, OnFull
 from trainer_hooks.capture import Blueprint
 from trainer_hooks.client import Pending, ServiceClient
+from trainer_hooks.group import Solo
 from trainer_hooks.slots import Slot, SlotPool
 from trainer_hooks.start import Run
 from trainer_hooks.tickets import SaveTicket
-
-OnFull = Literal["block", "skip"]
 
 _RESERVE_BYTES = 256 << 10  # for what each other replica contributes
 
@@ -44,13 +43,13 @@ class Saver:
         self._run = run
         self._retention = Retention(keep_last=policy.keep_last, keep_every=policy.keep_every)
         self._client = client
-        self._on_full = on_full
         self._pool = SlotPool(run.slots)
         self._finisher = ThreadPoolExecutor(1, "ckpt-finish")
         self._finishing: set[Future[None]] = set()
         self._failures: deque[SaveFailed] = deque()
         place = run.topology
-        self._voters = run.writers() if on_full == "skip" and client is not None and place.pp * place.tp > 1 else None
+        votes = on_full != "block" and run.attempt is not None and place.pp * place.tp > 1
+        self._admission = Admission(on_full, self._pool, client, run.writers() if votes else Solo())
 
     def save(
         self, plan: Blueprint, manifest: ShardManifest, ticket: SaveTicket, *, with_replicas: bool, final: bool
@@ -71,11 +70,11 @@ class Saver:
             raise
         ticket.staged.set_result(None)
         if not with_replicas:
-            self._deliver(plan, manifest, slot, ticket)
+            self._deliver(plan, manifest, slot, ticket, final=final)
         elif self._client is None:
-            self._finish(plan, manifest, slot, ticket)
+            self._finish(plan, manifest, slot, ticket, final=final)
         else:
-            job = self._finisher.submit(self._finish, plan, manifest, slot, ticket)
+            job = self._finisher.submit(self._finish, plan, manifest, slot, ticket, final=final)
             self._finishing.add(job)
             job.add_done_callback(self._finishing.discard)
 
@@ -107,17 +106,9 @@ class Saver:
     # --- on the training thread ---------------------------------------------------------------------------------------
 
     def _slot(self, plan: Blueprint, manifest: ShardManifest, *, reserve: int, final: bool) -> Slot:
-        if self._on_full == "skip" and not final and not self._all_have_room():
-            raise SnapshotSkipped(
-                f"step {manifest.step} was skipped: all {self._pool.count} slots of some rank are taken",
-                op="save",
-                step=manifest.step,
-            )
+        self._admission.wait(manifest.step, final=final)
         began = time.monotonic()
-        client = self._client
-        slot = self._pool.take(
-            plan.layout.nbytes + reserve, lambda: client is not None and not client.is_stalled(began)
-        )
+        slot = self._pool.take(plan.layout.nbytes + reserve, lambda: self._admission.may_wait(began))
         if slot is None:
             raise SaveFailed(
                 f"step {manifest.step} was not saved: all {self._pool.count} slots are taken and nothing has moved "
@@ -128,14 +119,9 @@ class Saver:
             )
         return slot
 
-    def _all_have_room(self) -> bool:
-        """Vote, so that a set is dropped by all ranks or by none."""
-        mine = b"1" if self._pool.has_room() else b"0"
-        return b"0" not in (self._voters.gather(mine) if self._voters is not None else [mine])
-
     # --- maybe on the finishing thread --------------------------------------------------------------------------------
 
-    def _finish(self, plan: Blueprint, manifest: ShardManifest, slot: Slot, ticket: SaveTicket) -> None:
+    def _finish(self, plan: Blueprint, manifest: ShardManifest, slot: Slot, ticket: SaveTicket, *, final: bool) -> None:
         """Add what other replicas contribute in time; those that are late are named in the manifest."""
         seconds = self._run.config.replica_seconds
         found = replicas.collect(self._run.group.exchange(), manifest, seconds)
@@ -147,7 +133,7 @@ class Saver:
         if absent:
             log.warning("step %d: nothing came from data-parallel ranks %s within %s s", manifest.step, absent, seconds)
             manifest = manifest.model_copy(update={"user": {"absent_replicas": " ".join(map(str, absent))}})
-        self._deliver(whole, manifest, slot, ticket, found)
+        self._deliver(whole, manifest, slot, ticket, found, final=final)
 
     def _deliver(
         self,
@@ -156,6 +142,8 @@ class Saver:
         slot: Slot,
         ticket: SaveTicket,
         contributed: dict[int, bytes] | None = None,
+        *,
+        final: bool,
     ) -> None:
         manifest = manifest.model_copy(update={"bytes": plan.layout.nbytes})
         try:
@@ -169,7 +157,7 @@ class Saver:
             return
         snapshot.view.release()
         offer = Offer(manifest=manifest, directory=self._run.stage_directory, umask=_umask(), retention=self._retention)
-        self._client.submit(Pending(offer, slot.fd, ticket, partial(_let_go, self._pool, slot)))
+        self._client.submit(Pending(offer, slot.fd, ticket, final, partial(_let_go, self._pool, slot)))
 
     def _write(self, snapshot: Snapshot, slot: Slot, ticket: SaveTicket) -> None:
         """Do here and now what the daemon would do."""

@@ -7,6 +7,7 @@ slots.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -45,7 +46,8 @@ class Slot:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.mapping.close()
+        with contextlib.suppress(BufferError):  # the traceback of an error still looks at it; it goes with that
+            self.mapping.close()
         os.close(self.fd)
 
 

@@ -85,6 +85,7 @@ class Run:
         Raises:
             CkptError: it failed on some rank; raised on all of them, as ``kind`` where it happened elsewhere.
         """
+        group = self.group  # before any work: who cannot meet the others must not leave traces
         failure: CkptError | None = None
         mine = _OK + absent
         if on is None or self.topology.rank in on:
@@ -95,7 +96,7 @@ class Run:
             except OSError as error:
                 failure = from_os_error(error, op="starting", kind=kind)
                 mine = _FAILED + str(failure).encode()
-        answers = self.group.gather(mine)
+        answers = group.gather(mine)
         if failure is not None:
             raise failure
         for rank, answer in enumerate(answers):
@@ -142,9 +143,14 @@ def prepare_root(root: str | os.PathLike[str], postfix: str | None) -> str:
     """Return the root as an absolute path without links, made if need be, after a proof that it can be written.
 
     Raises:
+        ValueError: its path is not text.
         CkptError: it cannot be made or written; says why.
     """
     path = os.path.realpath(os.fspath(root))
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"root={path!r}: its name is not valid UTF-8, and the daemon is told it as text") from error
     service = ownership.service_path(path, postfix)
     probe = os.path.join(service, f".probe.{os.uname().nodename}.{os.getpid()}")
     try:

@@ -84,6 +84,8 @@ class Tracked:
             for name, thing in self._objects.items()
             if key_of(name) in state and (misfit := _misfit(thing, state[key_of(name)]))
         ]
+        if RNG in state and not _is_rng_state(state[RNG]):
+            misfits.append(f"{RNG}: it is not one that was collected from tracked objects")
         if misfits:
             raise StateMismatch("the checkpoint does not fit: " + "; ".join(misfits), op="resume")
 
@@ -94,11 +96,11 @@ class Tracked:
             StateMismatch: an object refused its state; those restored before it are as they were.
         """
         undo: list[tuple[Stateful, Any]] = []
-        for name, thing in sorted(self._objects.items(), key=lambda item: _is_checked(item[1])):
+        for name, thing in sorted(self._objects.items(), key=lambda item: not _may_refuse(item[1])):
             if key_of(name) not in state:
                 continue
             try:
-                if not _is_checked(thing):
+                if _may_refuse(thing):
                     undo.append((thing, copy.deepcopy(thing.state_dict())))
                 thing.load_state_dict(state[key_of(name)])
             except Exception as error:
@@ -112,6 +114,12 @@ class Tracked:
             restore_rng(state[RNG])
 
 
+def _may_refuse(thing: Stateful) -> bool:
+    """Whether loading may fail although :func:`_misfit` found nothing: the object has a way of its own to load."""
+    known = (torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict)
+    return getattr(type(thing), "load_state_dict", None) not in known
+
+
 def _is_checked(thing: Stateful) -> bool:
     """Whether :func:`_misfit` knows this kind of object well enough that loading it will not fail."""
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
@@ -120,12 +128,18 @@ def _is_checked(thing: Stateful) -> bool:
 def _misfit(thing: Stateful, state: Any) -> str | None:
     """Return what of a saved state does not fit a module or an optimizer, None if all does."""
     if isinstance(thing, torch.nn.Module):
-        return _module_misfit(thing.state_dict(), state)
+        return _module_misfit(thing.state_dict(), state) if isinstance(state, Mapping) else _not_of(thing, state)
     if isinstance(thing, torch.optim.Optimizer):
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+            return _not_of(thing, state)
         mine = [len(group["params"]) for group in thing.param_groups]
         saved = [len(group["params"]) for group in state["param_groups"]]
         return None if mine == saved else f"parameter groups of {saved} parameters were saved, and there are {mine}"
     return None
+
+
+def _not_of(thing: Stateful, state: Any) -> str:
+    return f"a {type(state).__name__} was saved that is not a state of {type(thing).__name__}"
 
 
 def _module_misfit(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
@@ -163,6 +177,10 @@ def rng_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
+
+
+def _is_rng_state(state: Any) -> bool:
+    return isinstance(state, Mapping) and {"python", "torch"} <= state.keys()
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:

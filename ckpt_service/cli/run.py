@@ -28,6 +28,7 @@ def run(
     """Serve a run directory: take snapshots from its trainers and commit them."""
     root = os.path.realpath(root)
     postfix = checked_postfix(postfix)
+    socket = socket and os.path.abspath(socket)  # the status names it to clients, who may be anywhere
     settings = load_config(os.environ, _content(config))
     _log_to_stderr()
 

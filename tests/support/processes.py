@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from ckpt_service.ownership import host_name, pid_start
 from ckpt_service.records import DaemonStatus, ServiceStatus
+from support import nursery
+from support.nursery import Forked
 
 PRELUDE = """
 import os, signal, sys, time, warnings
@@ -30,6 +35,24 @@ def state(value, megabytes=32):
     return {"value": torch.full((megabytes, 1 << 18), float(value)), "step": torch.tensor(float(value))}
 """
 
+RANKS = """
+from trainer_hooks import Topology
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+place = Topology.from_env(pp=int(os.environ["PP"]), tp=int(os.environ["TP"]))
+"""
+GLOO = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+OBEY = """
+for line in sys.stdin:
+    exec(line)
+"""
+"""The end of a script that does what it hears, line by line, until its input ends."""
+
+Meeting = Literal["gloo", "launch"]
+"""How ranks find each other: ``torch.distributed``, or a launch id and nothing else."""
+
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
     """Poll until ``condition`` holds; the condition is about other processes, so there is nothing to wait on."""
@@ -39,11 +62,16 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) ->
         time.sleep(0.01)
 
 
+def daemons_of(root: Path) -> list[int]:
+    """Return the pids of all daemons that serve ``root``, by their command lines."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _serves(pid, root)]
+
+
 @dataclass
 class Trainer:
     """A trainer process: a script that talks over its standard streams."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
 
     @property
     def pid(self) -> int:
@@ -80,6 +108,37 @@ class Trainer:
 
 
 @dataclass
+class Ranks:
+    """The trainers of one start, by rank."""
+
+    trainers: list[Trainer]
+
+    def __getitem__(self, rank: int) -> Trainer:
+        return self.trainers[rank]
+
+    def hear(self, word: str) -> None:
+        """Send a line to all of them."""
+        for trainer in self.trainers:
+            trainer.hears(word)
+
+    def say(self, word: str) -> list[str]:
+        """Return what each of them says, as :meth:`Trainer.says`."""
+        return [trainer.says(word) for trainer in self.trainers]
+
+    def kill(self) -> None:
+        """SIGKILL all of them, and wait for the end."""
+        for trainer in self.trainers:
+            trainer.process.kill()
+        for trainer in self.trainers:
+            trainer.kill()
+
+    def end(self) -> list[str]:
+        """Close their input and wait for the end of all; return the rest of what each said."""
+        with ThreadPoolExecutor(len(self.trainers)) as at_once:
+            return list(at_once.map(Trainer.ends, self.trainers))
+
+
+@dataclass
 class RunDirectory:
     """A root and the processes that a test starts on it."""
 
@@ -89,10 +148,50 @@ class RunDirectory:
     seen: dict[int, int] = field(default_factory=dict)
 
     def trainer(self, body: str, **env: str) -> Trainer:
-        """Start a Python process that runs ``PRELUDE`` and ``body``, with ``root`` defined."""
+        """Start a process that runs ``PRELUDE`` and ``body``, with ``root`` defined, beside this root."""
         script = f"{PRELUDE}\nroot = {str(self.root)!r}\n{textwrap.dedent(body)}"
+        return self._add(nursery.start(script, env={**os.environ, **self.env, **env}, cwd=str(self.root.parent)))
+
+    def ranks(
+        self,
+        body: str,
+        *,
+        pp: int = 1,
+        dp: int = 1,
+        tp: int = 1,
+        meet: Meeting = "gloo",
+        launch: str = "launch",
+        each: Callable[[int], dict[str, str]] = lambda rank: {},
+        **env: str,
+    ) -> Ranks:
+        """Start a process for each rank; ``body`` finds its ``place``, ``rank`` and ``world_size``.
+
+        ``launch`` is the launch id where the ranks meet by one; ``each`` gives what is special about a rank's
+        environment, of which ``ROOT`` is where its own host has the run directory.
+        """
+        world_size = pp * dp * tp
+        common = {"WORLD_SIZE": str(world_size), "PP": str(pp), "TP": str(tp), **env}
+        if meet == "gloo":
+            common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        else:
+            common |= {"CKPT_SERVICE_LAUNCH": launch}
+        script = RANKS + (GLOO if meet == "gloo" else "") + textwrap.dedent(body)
+        trainers = []
+        for rank in range(world_size):
+            special = {"ROOT": str(self.root), **each(rank)}
+            own = f"root = {special.pop('ROOT')!r}\n{script}"
+            trainers.append(self.trainer(own, **{**common, "RANK": str(rank), **special}))
+        return Ranks(trainers)
+
+    def rank(self, number: int, body: str, *, pp: int = 1, dp: int = 1, tp: int = 1, launch: str = "launch") -> Trainer:
+        """Start one rank alone, in a launch that may be under way."""
+        environment = {"WORLD_SIZE": str(pp * dp * tp), "PP": str(pp), "TP": str(tp), "RANK": str(number)}
+        return self.trainer(RANKS + textwrap.dedent(body), **environment, CKPT_SERVICE_LAUNCH=launch)
+
+    def interpreter(self, *arguments: str, **env: str) -> Trainer:
+        """Start a fresh interpreter, beside this root; for tests in which it matters how it was started."""
         process = subprocess.Popen(
-            [sys.executable, "-c", script],
+            [sys.executable, *arguments],
             env={**os.environ, **self.env, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -100,6 +199,9 @@ class RunDirectory:
             text=True,
             cwd=self.root.parent,
         )
+        return self._add(process)
+
+    def _add(self, process: subprocess.Popen[str] | Forked) -> Trainer:
         trainer = Trainer(process)
         self.trainers.append(trainer)
         return trainer
@@ -166,6 +268,21 @@ class RunDirectory:
         for pid, start in self.seen.items():
             if _alive(pid, start):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _serves(pid: int, root: Path) -> bool:
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False
+    return arguments[1:5] == ["-m", "ckpt_service", "run", str(root)] and _state(pid) != "Z"
 
 
 def _alive(pid: int, start: int) -> bool:
