@@ -317,6 +317,7 @@ class Server:
     async def _commit(self, held: Held) -> None:
         loop = asyncio.get_running_loop()
         held.bytes_done, held.write_began_at = 0, time.monotonic()
+        again = self._book.jobs[held.key].tries > 0
 
         def post(event: jobs.Event) -> None:
             loop.call_soon_threadsafe(self._handle, event)
@@ -326,7 +327,7 @@ class Server:
 
         watcher = Watcher(wrote, lambda: post(jobs.Synced(held.key)), lambda: post(jobs.Renaming(held.key)), held.stop)
         try:
-            result = await loop.run_in_executor(self._commits, functools.partial(self._write, held, watcher))
+            result = await loop.run_in_executor(self._commits, functools.partial(self._write, held, watcher, again))
         except Stopped:
             self._handle(jobs.Broke(held.key, retryable=False, at=time.monotonic()))
         except CkptError as error:
@@ -334,13 +335,14 @@ class Server:
         else:
             self._on_committed(held, result)
 
-    def _write(self, held: Held, watcher: Watcher) -> CommitResult:
+    def _write(self, held: Held, watcher: Watcher, again: bool) -> CommitResult:
         """On a commit thread: sweep the directory once, then commit."""
         found = os.fstat(held.directory.fd)
         if (found.st_dev, found.st_ino) not in self._swept:
             self._swept.add((found.st_dev, found.st_ino))
             with contextlib.suppress(OSError):  # litter costs space only
-                sweep(held.directory, lambda name: name.is_of(self._paths.host))
+                newest = held.offer.manifest.attempt
+                sweep(held.directory, lambda name: name.is_of(self._paths.host) and name.attempt <= newest)
         return commit(
             held.snapshot,
             held.directory,
@@ -349,6 +351,7 @@ class Server:
             token=secrets.token_hex(4),
             options=self._options,
             watcher=watcher,
+            again=again,
         )
 
     def _on_bytes(self, held: Held, nbytes: int) -> None:

@@ -180,10 +180,13 @@ def commit(
     token: str,
     options: WriteOptions,
     watcher: Watcher,
+    again: bool = False,
 ) -> CommitResult:
     """Write a snapshot and give it its final name. When this returns, the file survives any crash.
 
-    Doing it again for the same snapshot is harmless: a file that is already there is only made durable once more.
+    Doing it for a snapshot that another process has committed is harmless: the file is only made durable once more.
+    ``again`` says that this process has failed with it before: then everything is written anew, since a sync that has
+    failed once proves nothing when it is repeated.
 
     Raises:
         SnapshotSuperseded: a newer snapshot has this name already.
@@ -191,7 +194,7 @@ def commit(
         Stopped: the watcher said so; the temporary file is gone.
     """
     manifest, final = snapshot.manifest, snapshot.final_name
-    if _present(snapshot, directory):
+    if not again and _present(snapshot, directory):
         # A daemon that died between its rename and its answer leaves this; its directory entry may not be durable yet.
         watcher.syncing()
         watcher.renaming()
@@ -199,36 +202,37 @@ def commit(
             directory.sync()
         return CommitResult(direct=False, written=0)
     partial = naming.partial(final, attempt=manifest.attempt, sequence=manifest.sequence, host=host, token=token)
-    renamed = False
     with _saying(snapshot, directory):
         # A name that nobody looks for, in the final directory: a crash leaves litter, never half a checkpoint.
         file = directory.create(partial, mode=mode, direct=options.direct)
         try:
-            try:
-                write_image(snapshot, file, options, watcher)
-                # Content before name: after a power cut the final name must not point at blocks never written.
-                watcher.syncing()
-                file.sync()
-                direct = file.direct
-            finally:
-                file.close()
+            write_image(snapshot, file, options, watcher)
+            # Content before name: after a power cut the final name must not point at blocks never written.
+            watcher.syncing()
+            file.sync()
             if watcher.stop.is_set():
                 raise Stopped
             watcher.renaming()
-            # One process at a time looks and renames: a late writer of an older attempt gives way to a newer file.
-            with directory.locked():
-                there = _manifest_at(directory, final)
-                _give_way(snapshot, there, directory)
-                _set_aside(manifest, there, final, directory)
-                directory.replace(partial, final)
-                renamed = True
-            # The name itself is durable only now; before this, a power cut may bring the old directory back.
-            directory.sync()
+            _rename(snapshot, partial, directory)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the next start sweeps it
+                directory.remove(partial)
+            raise
         finally:
-            if not renamed:
-                with contextlib.suppress(OSError):  # the next start sweeps it
-                    directory.remove(partial)
+            direct = file.direct
+            file.close()  # only now: its lock keeps a sweep away from the temporary name
+        # The name itself is durable only now; before this, a power cut may bring the old directory back.
+        directory.sync()
     return CommitResult(direct, snapshot.layout.nbytes)
+
+
+def _rename(snapshot: Snapshot, partial: str, directory: Directory) -> None:
+    """Give the file its final name. One process at a time looks what is there and renames."""
+    with directory.locked():
+        there = _manifest_at(directory, snapshot.final_name)
+        _give_way(snapshot, there, directory)
+        _set_aside(snapshot, there, directory)
+        directory.replace(partial, snapshot.final_name)
 
 
 def sweep(directory: Directory, is_dead: Callable[[naming.PartialName], bool]) -> list[str]:
@@ -260,12 +264,13 @@ def _give_way(snapshot: Snapshot, there: ShardManifest | None, directory: Direct
         )
 
 
-def _set_aside(mine: ShardManifest, there: ShardManifest | None, final: str, directory: Directory) -> None:
+def _set_aside(snapshot: Snapshot, there: ShardManifest | None, directory: Directory) -> None:
     """Keep the shard that is about to be replaced: its set may be the only complete one until ours is.
 
     A set of one file is complete with the rename itself, so nothing has to be kept for it.
     """
-    if there is None or (mine.pp * mine.tp == 1 and there.pp * there.tp == 1):
+    mine, final = snapshot.manifest, snapshot.final_name
+    if there is None or there == mine or (mine.pp * mine.tp == 1 and there.pp * there.tp == 1):
         return
     with contextlib.suppress(FileExistsError):  # a crash came between this link and the rename
         directory.link(final, naming.kept(final, attempt=there.attempt, sequence=there.sequence))

@@ -46,8 +46,10 @@ def put(
     options: WriteOptions = SMALL_CHUNKS,
     watcher: Watcher | None = None,
     token: str = "0",
+    again: bool = False,
 ) -> CommitResult:
-    return commit(made, directory, mode=0o640, host="host", token=token, options=options, watcher=watcher or Watcher())
+    watcher = watcher or Watcher()
+    return commit(made, directory, mode=0o640, host="host", token=token, options=options, watcher=watcher, again=again)
 
 
 def check_whole(content: bytes) -> None:
@@ -238,6 +240,26 @@ def test_failed_sync_is_not_tried_again_on_the_same_file() -> None:
     assert len(directory.did("create")) == 2
     (left,) = directory.after_power_cut()
     check_whole(left[FINAL])
+
+
+def test_failed_sync_of_the_directory_is_followed_by_a_whole_new_write() -> None:
+    number = next(number for number, operation in enumerate(OPERATIONS) if operation.kind == "sync_directory")
+    directory = FakeDirectory(failures={number: errno.EIO})
+    with pytest.raises(SaveFailed) as caught:
+        put(snapshot(), directory)
+    assert caught.value.retryable
+    put(snapshot(), directory, token="1", again=True)
+    assert len(directory.did("create")) == len(directory.did("replace")) == 2
+    assert directory.did("link") == [], "the same snapshot is not set aside from itself"
+    assert list(directory.after_power_cut()) == [directory.disk()]
+
+
+def test_the_temporary_file_is_locked_until_it_has_its_final_name(tmp_path: Path) -> None:
+    with LocalDirectory.open(str(tmp_path)) as directory:
+        seen: list[list[str]] = []
+        put(snapshot(), directory, watcher=Watcher(renaming=lambda: seen.append(sweep(directory, lambda name: True))))
+    assert seen == [[]]
+    assert os.listdir(tmp_path) == [FINAL]
 
 
 def test_temporary_that_cannot_be_removed_does_not_hide_the_error() -> None:
