@@ -22,17 +22,8 @@ _HINTS = {
 
 # What a pause may cure. A file too large or a directory that may not be written stays so, and a retry only hides it.
 _PASSING = frozenset(
-    {
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.EBUSY,
-        errno.EIO,
-        errno.ESTALE,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.ETIMEDOUT,
-    }
+    {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+    | {errno.ESTALE, errno.ETIMEDOUT}
 )
 
 

@@ -87,6 +87,19 @@ def record_resume(root: str, postfix: str | None, attempt: Attempt, origin: Orig
     return resumed
 
 
+def adopt_attempt(root: str, postfix: str | None, attempt: Attempt) -> bool:
+    """Have the record of an attempt here as well, where the directory of rank 0 is not shared.
+
+    Returns whether it was here already, as it is: then the directory is shared.
+    """
+    directory = os.path.join(service_path(root, postfix), naming.ATTEMPTS)
+    if attempt in scan.load_attempts(root, postfix):
+        return True
+    make_directories(directory)
+    write_small(_attempt_path(directory, attempt.n), attempt.model_dump_json(indent=1).encode())
+    return False
+
+
 def _attempt_path(directory: str, number: int) -> str:
     return os.path.join(directory, naming.attempt_file(number))
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt_service import retention, scan
-from ckpt_service.catalog import Catalog, Evidence, Shard, build
+from ckpt_service.catalog import Catalog, build
 from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.records import Attempt, Retention, ShardManifest
@@ -50,21 +50,16 @@ class Retained:
 
 def retain(root: str, postfix: str | None, histories: Sequence[History]) -> list[Retained]:
     """Delete what the policies allow of these histories."""
-    attempts = scan.load_attempts(root, postfix)
-    pins = scan.load_pins(root, postfix)
-    train = _catalog(scan.scan_run(root, postfix), attempts, pins)
+    evidence = scan.load_evidence(root, postfix)
+    train = build(evidence)
     done = []
     for history in histories:
         catalog = train
         if history.manifest.kind != "train":
-            shards = list(scan.scan_directory(history.directory.path, history.manifest.stage))
-            catalog = _catalog(shards, attempts, pins)
-        done.append(_retain_one(history, catalog, attempts))
+            shards = tuple(scan.scan_directory(history.directory.path, history.manifest.stage))
+            catalog = build(replace(evidence, shards=shards))
+        done.append(_retain_one(history, catalog, evidence.attempts))
     return done
-
-
-def _catalog(shards: Sequence[Shard], attempts: Sequence[Attempt], pins: frozenset[tuple[int, int]]) -> Catalog:
-    return build(Evidence(shards, attempts, pins, slots=attempts[-1].slots if attempts else 2))
 
 
 def _retain_one(history: History, catalog: Catalog, attempts: Sequence[Attempt]) -> Retained:

@@ -104,6 +104,21 @@ class Attempt(_File):
     resumed_from: Origin | None = None
 
 
+class RankHolds(_File):
+    """The (attempt, sequence) of the training shards that one rank has committed and still holds."""
+
+    stage: Count
+    tp_rank: Count
+    holds: list[tuple[int, int]]
+
+
+class PeersFile(_File):
+    """What ranks whose files this host may not see have told its trainers."""
+
+    format_version: Size = FORMAT_VERSION
+    ranks: list[RankHolds]
+
+
 # --- the status file --------------------------------------------------------------------------------------------------
 
 DaemonState = Literal["starting", "recovering", "idle", "writing", "degraded", "draining", "stopped"]
@@ -330,6 +345,13 @@ class Unpark(_Message):
     drop: bool
 
 
+class Peers(_Message):
+    """What other ranks hold, for a host that does not see their files; replaces what was said of them before."""
+
+    type: Literal["peers"] = "peers"
+    ranks: list[RankHolds]
+
+
 class Goodbye(_Message):
     """A clean close: this client needs the daemon no longer, once all is written."""
 
@@ -412,7 +434,7 @@ class Settled(_Message):
     bytes_done: Count
 
 
-ClientMessage = Hello | Offer | Settle | Park | Unpark | Goodbye
+ClientMessage = Hello | Offer | Settle | Park | Unpark | Peers | Goodbye
 DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Parked | Settled
 
 client_messages: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="type")])

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from ckpt_service import image, naming
 from ckpt_service.catalog import Catalog, Evidence, Shard, build
 from ckpt_service.errors import DamagedCheckpoint
-from ckpt_service.naming import ShardName
-from ckpt_service.records import FORMAT_VERSION, Attempt, ServiceStatus, ShardManifest
+from ckpt_service.naming import Kind, ShardName
+from ckpt_service.records import FORMAT_VERSION, Attempt, PeersFile, ServiceStatus, ShardManifest
 
 _ZIP_MAGIC = b"PK\3\4"
 _PICKLE_MAGIC = b"\x80"
@@ -133,11 +133,35 @@ def load_pins(root: str, postfix: str | None) -> frozenset[tuple[int, int]]:
     return frozenset(pin for name in names if (pin := naming.parse_pin_file(name)) is not None)
 
 
+def load_peers(root: str, postfix: str | None) -> dict[tuple[Kind, int, int], set[tuple[int, int]]]:
+    """Return what ranks hold whose files may not be visible here, by (kind, stage, tp rank)."""
+    directory = os.path.join(root, naming.service_directory(postfix))
+    found: dict[tuple[Kind, int, int], set[tuple[int, int]]] = {}
+    for name in _listed(directory):
+        if naming.parse_peers_file(name) is None:
+            continue
+        try:
+            with open(os.path.join(directory, name), "rb") as file:
+                peers = PeersFile.model_validate_json(file.read())
+        except (OSError, ValidationError):
+            continue
+        for rank in peers.ranks:
+            found.setdefault(("train", rank.stage, rank.tp_rank), set()).update(rank.holds)
+    return found
+
+
 def load_catalog(root: str, postfix: str | None) -> Catalog:
     """Derive the catalog of a run from its files alone."""
+    return build(load_evidence(root, postfix))
+
+
+def load_evidence(root: str, postfix: str | None) -> Evidence:
+    """Return what this host can see of a run."""
     attempts = load_attempts(root, postfix)
     slots = attempts[-1].slots if attempts else 2
-    return build(Evidence(scan_run(root, postfix), attempts, load_pins(root, postfix), slots=slots))
+    return Evidence(
+        scan_run(root, postfix), attempts, load_pins(root, postfix), committed=load_peers(root, postfix), slots=slots
+    )
 
 
 def load_statuses(root: str, postfix: str | None) -> list[ServiceStatus]:

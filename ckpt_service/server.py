@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal, TypeVar
 
-from ckpt_service import __version__, intake, jobs, records, status
+from ckpt_service import __version__, intake, jobs, naming, ownership, records, status
 from ckpt_service.config import ServiceConfig
 from ckpt_service.connection import Connection, peer_uid
 from ckpt_service.errors import CkptError, ProtocolError, SnapshotSuperseded
@@ -43,6 +43,7 @@ from ckpt_service.records import (
 )
 from ckpt_service.scan import load_catalog
 from ckpt_service.status import Publisher
+from ckpt_service.storage import write_small
 from ckpt_service.writer import CommitResult, RateLimit, Stopped, Watcher, WriteOptions, commit, sweep
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class Server:
         self._options = WriteOptions(
             config.writer_threads, config.chunk_bytes, config.direct_io, RateLimit(config.rate_limit_bytes_per_second)
         )
+        self._peers: dict[tuple[int, int], records.RankHolds] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = iter(range(1, 1 << 62))
         self._state: Literal["starting", "recovering", "serving", "stopped"] = "starting"
@@ -186,6 +188,8 @@ class Server:
                 self._on_park(client, name)
             case records.Unpark(snapshot_id=name, drop=drop) if client.trains:
                 self._on_unpark(client, name, drop=drop)
+            case records.Peers(ranks=ranks) if client.trains:
+                await self._on_peers(ranks)
             case records.Goodbye():
                 client.left_cleanly = True
                 if client.trains:
@@ -240,6 +244,18 @@ class Server:
         key = self._key_of(client, name)
         if key is not None and self._book.is_parked(key):
             self._handle(jobs.Dropped(key) if drop else jobs.Unparked(key))
+
+    async def _on_peers(self, ranks: list[records.RankHolds]) -> None:
+        """Write down what other hosts hold: retention and the command line read it there."""
+        self._peers |= {(rank.stage, rank.tp_rank): rank for rank in ranks}
+        content = records.PeersFile(ranks=list(self._peers.values())).model_dump_json(indent=1).encode()
+        path = os.path.join(
+            ownership.service_path(self._paths.root, self._paths.postfix), naming.peers_file(self._paths.host)
+        )
+        try:
+            await self._on_thread(functools.partial(write_small, path, content))
+        except OSError as error:
+            log.warning("what other hosts hold could not be written to %s: %s", path, error)
 
     def _key_of(self, client: Client, name: str) -> JobKey | None:
         """Return the job of this client that has this name."""

@@ -26,6 +26,7 @@ from trainer_hooks.choice import candidates
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.launch import Service
 from trainer_hooks.load import LoadedShard
+from trainer_hooks.peers import PeerNews
 from trainer_hooks.resume import ResumePoint
 from trainer_hooks.saving import Saver
 from trainer_hooks.start import Run, prepare_root, utc_now
@@ -189,7 +190,8 @@ class Checkpointer:
         choice = candidates(found, self._run.topology, step, epoch)
         taken = resume.load_agreed(self._run, choice, self._allowed, explicit=step is not None)
         if taken is None:
-            partial = [c.id.step for c in found.of_kind("train") if c.state in (State.PARTIAL, State.DEAD)]
+            lacking = (State.PARTIAL, State.DEAD, State.LEGACY)  # legacy ones with a file for every rank are taken
+            partial = [c.id.step for c in found.of_kind("train") if c.state in lacking]
             if partial:
                 warnings.warn(f"nothing to resume from: only partial checkpoints, of steps {partial}", stacklevel=2)
             return None
@@ -272,8 +274,11 @@ class Checkpointer:
             tp_rank=place.tp_rank,
             slots=run.slots,
         )
+        exchange = run.group.exchange() if place.dp > 1 or not run.is_shared else None
+        peers = PeerNews(run, exchange) if exchange is not None and not run.is_shared else None
         socket = None if service == "auto" else os.path.abspath(service)
-        client = ServiceClient(Service(run.root, run.postfix, run.host, socket, os.environ), hello, run.config)
+        daemon = Service(run.root, run.postfix, run.host, socket, os.environ)
+        client = ServiceClient(daemon, hello, run.config, peers)
 
         def start() -> bytes:
             if place.is_writer:
@@ -285,8 +290,6 @@ class Checkpointer:
         except CkptError:
             client.close()
             raise
-        if place.dp > 1:
-            run.group.exchange()
         return client if place.is_writer else None
 
     # --- save ---------------------------------------------------------------------------------------------------------

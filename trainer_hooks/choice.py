@@ -38,10 +38,11 @@ def candidates(catalog: Catalog, topology: Topology, step: int | None, epoch: in
         return Choice([named], [])
     if usable:
         _require_layout(usable[0], topology)
-    elif partial := [checkpoint for checkpoint in history if checkpoint.state in (State.PARTIAL, State.DEAD)]:
-        _require_layout(partial[0], topology)  # it may look partial only because there are other ranks now
     else:
-        usable = [c for c in history if c.state is State.LEGACY and _mine(topology) in c.ranks]
+        if partial := [checkpoint for checkpoint in history if checkpoint.state in (State.PARTIAL, State.DEAD)]:
+            _require_layout(partial[0], topology)  # it may look partial only because there are other ranks now
+        # Nobody can tell how many files the old trainer wrote, but every rank needs one, or they would part ways here.
+        usable = [c for c in history if c.state is State.LEGACY and c.ranks >= _all(topology)]
     damaged = [checkpoint for checkpoint in history if checkpoint.state is State.DAMAGED]
     passed = [c for c in damaged if not usable or _may_be_newer(c, usable[0])]
     return Choice(usable, [(c.id, c.reason or "damaged") for c in passed])
@@ -56,6 +57,10 @@ def _may_be_newer(damaged: Checkpoint, taken: Checkpoint) -> bool:
 
 def _mine(topology: Topology) -> tuple[int, int]:
     return (topology.stage, topology.tp_rank)
+
+
+def _all(topology: Topology) -> frozenset[tuple[int, int]]:
+    return frozenset((stage, tp_rank) for stage in range(topology.pp) for tp_rank in range(topology.tp))
 
 
 def own_shard(checkpoint: Checkpoint, topology: Topology) -> Shard:

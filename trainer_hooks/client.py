@@ -38,6 +38,7 @@ from ckpt_service.records import (
 )
 from ckpt_service.storage import LocalDirectory
 from trainer_hooks.launch import Channel, Service, connect
+from trainer_hooks.peers import PeerNews
 from trainer_hooks.tickets import SaveTicket
 
 _RECONNECT_PAUSE_SECONDS = 0.2
@@ -62,10 +63,11 @@ _Outgoing = Pending | Settle | Park | Unpark | Goodbye
 
 
 class ServiceClient:
-    """The connection of one trainer process to its daemon."""
+    """The connection of one trainer process to its daemon; ``peers`` where other ranks' files cannot be seen."""
 
-    def __init__(self, service: Service, hello: Hello, config: ServiceConfig) -> None:
+    def __init__(self, service: Service, hello: Hello, config: ServiceConfig, peers: PeerNews | None = None) -> None:
         self._service = service
+        self._peers = peers
         self._hello = hello
         self._config = config
         self._channel: Channel | None = None
@@ -213,6 +215,8 @@ class ServiceClient:
             if isinstance(message, Pending):
                 self._offer(message)
                 continue
+            if isinstance(message, Goodbye):
+                self._pass_news_on()
             self._channel.send(wire.encode(message), [])
             if isinstance(message, Goodbye):
                 return False
@@ -239,8 +243,14 @@ class ServiceClient:
                 by_daemon=False,
             )
             return
+        self._pass_news_on()
         with directory:
             self._channel.send(wire.encode(pending.offer, 2), [pending.memory, directory.fd])
+
+    def _pass_news_on(self) -> None:
+        news = self._peers.news() if self._peers is not None else None
+        if news is not None and self._channel is not None:
+            self._channel.send(wire.encode(news), [])
 
     def _reconnect(self) -> bool:
         """Get a daemon again and hand everything over again; False when this client is closing."""
@@ -277,6 +287,8 @@ class ServiceClient:
                     accepted.set_result(None)
             case Committed(snapshot_id=name, path=path):
                 self._conclude(name, Path(path))
+                if self._peers is not None:
+                    self._peers.publish()
             case Failed():
                 self._conclude(message.snapshot_id, _as_error(message))
             case Refused(snapshot_id=str(name), message=reason):

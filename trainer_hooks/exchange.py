@@ -26,6 +26,10 @@ class Exchange(Protocol):
         """Leave a value, in place of an earlier one of this key."""
         ...
 
+    def peek(self, key: str) -> bytes | None:
+        """Return a value, None if it is not there; never waits for it."""
+        ...
+
     def take(self, key: str) -> bytes | None:
         """Return a value and remove it, None if it is not there."""
         ...
@@ -42,15 +46,19 @@ class FileExchange:
         """Write the file as a whole."""
         write_small(self._path(key), value, durable=False)
 
-    def take(self, key: str) -> bytes | None:
-        """Read the file and delete it."""
-        path = self._path(key)
+    def peek(self, key: str) -> bytes | None:
+        """Read the file."""
         try:
-            with open(path, "rb") as file:
-                value = file.read()
-            os.unlink(path)
+            with open(self._path(key), "rb") as file:
+                return file.read()
         except FileNotFoundError:
             return None
+
+    def take(self, key: str) -> bytes | None:
+        """Read the file and delete it."""
+        value = self.peek(key)
+        if value is not None:
+            os.unlink(self._path(key))
         return value
 
     def _path(self, key: str) -> str:
@@ -80,12 +88,18 @@ class StoreExchange:
         """Set the key."""
         self._store.set(key, value)
 
-    def take(self, key: str) -> bytes | None:
-        """Look whether the key is there, without waiting for it."""
+    def peek(self, key: str) -> bytes | None:
+        """Look whether the key is there, and get it."""
         if not self._store.check([key]):
             return None
         value: bytes = self._store.get(key)
-        self._store.delete_key(key)
+        return value
+
+    def take(self, key: str) -> bytes | None:
+        """Get the key and delete it."""
+        value = self.peek(key)
+        if value is not None:
+            self._store.delete_key(key)
         return value
 
 

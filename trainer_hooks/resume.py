@@ -25,7 +25,6 @@ from ckpt_service.errors import CkptError, DamagedCheckpoint, NoUsableCheckpoint
 from ckpt_service.records import Attempt, ShardManifest
 from trainer_hooks.choice import Choice, Skipped, own_shard
 from trainer_hooks.load import LoadedShard, load_legacy, load_rank
-from trainer_hooks.slots import Slot
 from trainer_hooks.start import Run
 from trainer_hooks.values import Allowed
 
@@ -170,23 +169,25 @@ def _share(run: Run, shard: Shard, lacking: list[int], allowed: Allowed) -> tupl
     """Send the file from data-parallel rank 0 to the replicas that do not have it; returns what a receiver loaded."""
     place = run.topology
     replicas = [place.rank + place.tp * (dp - place.dp_rank) for dp in range(place.dp)]
-    mine = [rank for rank in lacking if rank in replicas]
+    receivers = [rank for rank in lacking if rank in replicas]
     if place.is_writer:
         with open(shard.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
             view = memoryview(mapping)
-            run.group.send(view, mine)
+            run.group.send(view, receivers)
             view.release()
         return None
-    if place.rank not in mine:
+    if place.rank not in receivers:
         return None
-    slot = Slot.create(shard.bytes)
+    fd = os.memfd_create("ckpt-received", os.MFD_CLOEXEC)  # exactly as large as the file: its end is looked for
     try:
-        view = memoryview(slot.mapping)[: shard.bytes]
-        run.group.receive(view, replicas[0])
-        view.release()
-        return _loaded(f"/proc/self/fd/{slot.fd}", shard.manifest, allowed, place.dp_rank)
+        os.ftruncate(fd, shard.bytes)
+        with mmap.mmap(fd, shard.bytes) as mapping, memoryview(mapping) as view:
+            run.group.receive(view, replicas[0])
+        path = f"/proc/self/fd/{fd}"
+        loaded, mine = _loaded(path, shard.manifest, allowed, place.dp_rank)
+        return loaded, mine.replace(path.encode(), f"{shard.path} as rank {replicas[0]} sent it".encode())
     finally:
-        slot.close()
+        os.close(fd)
 
 
 def _warn(skipped: Sequence[Skipped], taken: CheckpointId) -> None:

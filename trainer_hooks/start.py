@@ -24,7 +24,8 @@ _OK, _FAILED = b"+", b"-"
 class Run:
     """A run directory as one rank sees it. ``attempt`` is None until this start has written or means to.
 
-    ``origin`` is what was resumed from; it goes into the record of the attempt.
+    ``origin`` is what was resumed from; it goes into the record of the attempt. ``is_shared``: all ranks see one
+    directory.
     """
 
     root: str
@@ -35,6 +36,7 @@ class Run:
     config: ServiceConfig
     attempt: Attempt | None = None
     origin: Origin | None = None
+    is_shared: bool = True
     _group: Group | None = field(default=None, repr=False)
     _lock: RunLock | None = field(default=None, repr=False)
 
@@ -69,13 +71,25 @@ class Run:
         if self.attempt is None:
             mine = self.agree(lambda: self._take().model_dump_json().encode(), b"", on=(0,), kind=RunDirectoryBusy)
             self.attempt = Attempt.model_validate_json(mine[0])
+            self.is_shared = self._adopted()
         return self.attempt
 
     def note_origin(self, origin: Origin) -> None:
         """Write down durably what this start resumed from; collective, so that no rank goes on before it is written."""
         self.origin = origin
         if self.attempt is not None:
-            self.agree(self._record_origin, b"", on=(0,), kind=CkptError)
+            mine = self.agree(self._record_origin, b"", on=(0,), kind=CkptError)
+            self.attempt = Attempt.model_validate_json(mine[0])
+            self._adopted()
+
+    def _adopted(self) -> bool:
+        """Have the record of the attempt on every host; return whether all ranks share one directory. Collective."""
+
+        def adopt() -> bytes:
+            assert self.attempt is not None
+            return _OK if ownership.adopt_attempt(self.root, self.postfix, self.attempt) else _FAILED
+
+        return _FAILED not in self.agree(adopt, b"", kind=CkptError)
 
     def agree(
         self, work: Callable[[], bytes], absent: bytes, *, on: tuple[int, ...] | None = None, kind: type[CkptError]
@@ -135,8 +149,7 @@ class Run:
     def _record_origin(self) -> bytes:
         assert self.attempt is not None
         assert self.origin is not None
-        self.attempt = ownership.record_resume(self.root, self.postfix, self.attempt, self.origin)
-        return b""
+        return ownership.record_resume(self.root, self.postfix, self.attempt, self.origin).model_dump_json().encode()
 
 
 def prepare_root(root: str | os.PathLike[str], postfix: str | None) -> str:

@@ -42,7 +42,8 @@ def demo(context: typer.Context) -> None:
     """Train a small GPT, kill it in the middle of a write, resume, and compare bit for bit (--help for its options)."""
     import os
 
-    os.execv(sys.executable, [sys.executable, "-m", "trainer_hooks.demo", *context.args])
+    no_numpy = "ignore:Failed to initialize NumPy:UserWarning"  # torch says so where it is missing; nothing needs it
+    os.execv(sys.executable, [sys.executable, "-W", no_numpy, "-m", "trainer_hooks.demo", *context.args])
 
 
 def main() -> NoReturn:

@@ -191,6 +191,7 @@ FROM_TRAINERS: list[dict[str, Any]] = [
     {"type": "settle", "attempt": 2, "stage": 3, "tp_rank": 1, "cancel": True},
     {"type": "park", "snapshot_id": "4-13-0-1"},
     {"type": "unpark", "snapshot_id": "4-13-0-1", "drop": True},
+    {"type": "peers", "ranks": [{"stage": 0, "tp_rank": 1, "holds": [[4, 12], [4, 13]]}]},
     {"type": "goodbye"},
 ]
 FROM_DAEMONS: list[dict[str, Any]] = [
