@@ -14,12 +14,12 @@ or place is not the one that its manifest says is a stranger's copy: listed as d
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 from ckpt_service.naming import Kind, ShardName
 from ckpt_service.records import Attempt, Origin, ShardManifest
@@ -27,8 +27,8 @@ from ckpt_service.records import Attempt, Origin, ShardManifest
 Rank = tuple[int, int]
 """(stage, tp rank)"""
 
-Reach = float
-"""The highest sequence of an attempt that counts; infinity for the whole attempt."""
+Reports = Mapping[tuple[Kind, int, int], Collection[tuple[int, int]]]
+"""Every (attempt, sequence) that a (kind, stage, tp rank) holds."""
 
 
 class State(str, Enum):
@@ -80,7 +80,8 @@ class Checkpoint:
     """A set of shards with a state.
 
     ``shards`` holds one file for each rank, ``copies`` the other files of the same shards (set aside under a second
-    name, when a crash came before the rename). ``expected`` is how many shards make it whole, 0 where nobody can tell.
+    name, when a crash came before the rename). ``expected`` is how many shards make it whole, 0 where nobody can tell;
+    ``awaited`` the ranks that lack theirs.
     """
 
     id: CheckpointId
@@ -92,6 +93,7 @@ class Checkpoint:
     run_id: str | None = None
     pinned: bool = False
     copies: tuple[Shard, ...] = ()
+    awaited: tuple[Rank, ...] = ()
 
     @property
     def order(self) -> tuple[int, int, int, int]:
@@ -114,7 +116,7 @@ class Checkpoint:
         return max(shard.modified for shard in self.shards)
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.id))
+        return hash((self.kind, self.id, self.run_id))
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,12 @@ class Catalog:
         """Return what a resume would take first, or None."""
         return next((c for c in self.checkpoints if c.kind == kind and c.state is State.COMPLETE), None)
 
+    def files(self) -> Iterator[Shard]:
+        """Yield every file that was listed."""
+        for checkpoint in self.checkpoints:
+            yield from checkpoint.shards
+            yield from checkpoint.copies
+
     def of_kind(self, kind: Kind) -> tuple[Checkpoint, ...]:
         """Return the checkpoints of one kind, newest first."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.kind == kind)
@@ -143,25 +151,28 @@ class Evidence:
 
     ``committed``: every (attempt, sequence) that a rank reports to hold, for ranks whose files are not listed (another
     host's). The newest alone would not do: who failed one save and committed the next lacks the one before. A rank
-    with neither a file nor an entry is unknown: what it lacks may still come. ``slots`` bounds how far a set may fall
-    behind and still count as coming.
+    with neither a file nor an entry is unknown: what it lacks may still come. Where files are listed, they count, and
+    reports only add what is newer. ``slots`` bounds how far a set may fall behind and still count as coming.
     """
 
     shards: Sequence[Shard]
     attempts: Sequence[Attempt] = ()
     pins: frozenset[tuple[int, int]] = frozenset()
-    committed: Mapping[tuple[Kind, int, int], Collection[tuple[int, int]]] = field(default_factory=dict)
+    committed: Reports = field(default_factory=dict)
     slots: int = 2
 
 
 def build(evidence: Evidence) -> Catalog:
     """Derive the catalog."""
     groups, legacy, strange = _sorted_out(evidence.shards)
-    sets = [_as_set(shards, evidence) for shards in groups]
+    reports = _believed(evidence)
+    sets = [_as_set(shards, reports) for shards in groups]
     run_id = _run_id(evidence.attempts, sets)
     own = [checkpoint for checkpoint in sets if checkpoint.run_id == run_id]
-    lineage = Lineage.derive({attempt.n: attempt for attempt in evidence.attempts if attempt.run_id == run_id}, own)
-    progress = _Progress.derive(own, lineage, evidence)
+    records = {attempt.n: attempt for attempt in evidence.attempts if attempt.run_id == run_id}
+    lineage = Lineage.derive(records, own)
+    last_attempt = max([*records, *(checkpoint.id.attempt for checkpoint in own)], default=0)
+    progress = _Progress.derive(own, reports, evidence.slots, last_attempt)
     found = [_judge(checkpoint, lineage, progress) for checkpoint in own]
     found += [replace(c, state=State.FOREIGN, reason=f"of run {c.run_id}") for c in sets if c.run_id != run_id]
     found = [replace(c, pinned=(c.id.attempt, c.id.sequence) in evidence.pins) for c in found]
@@ -189,6 +200,16 @@ def _sorted_out(shards: Iterable[Shard]) -> tuple[Iterable[list[Shard]], Iterabl
     return sets.values(), legacy.values(), strange
 
 
+def _believed(evidence: Evidence) -> Reports:
+    """Return the reports without what the files of the same rank must know better: an older one that is not there."""
+    listed: dict[tuple[Kind, int, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for shard in evidence.shards:
+        if m := shard.manifest:
+            rank = (m.kind, m.stage, m.tp_rank)
+            listed[rank] = max(listed[rank], (m.attempt, m.sequence))
+    return {rank: [save for save in saves if save > listed[rank]] for rank, saves in evidence.committed.items()}
+
+
 def _is_in_place(shard: Shard, manifest: ShardManifest) -> bool:
     """Return whether a file lies where its manifest says, under the name that its manifest gives."""
     if (manifest.kind, manifest.stage, manifest.tp_rank) != (shard.name.kind, shard.stage, shard.tp_rank):
@@ -199,7 +220,7 @@ def _is_in_place(shard: Shard, manifest: ShardManifest) -> bool:
     return (manifest.step, manifest.epoch, manifest.tp > 1) == (shard.name.step, shard.name.epoch, has_suffix)
 
 
-def _as_set(shards: list[Shard], evidence: Evidence) -> Checkpoint:
+def _as_set(shards: list[Shard], reports: Reports) -> Checkpoint:
     """Put the shards of one checkpoint together: complete, damaged, or partial with the missing ranks named."""
     one_each, copies = _one_for_each_rank(shards)
     m = one_each[0].manifest
@@ -210,9 +231,10 @@ def _as_set(shards: list[Shard], evidence: Evidence) -> Checkpoint:
     if len(sizes) > 1 or any(stage >= m.pp or tp >= m.tp for stage, tp in found.ranks):
         reason = "its shards disagree on the pipeline and tensor parallel sizes"
         return replace(found, state=State.DAMAGED, reason=reason)
-    if missing := _missing(found, evidence):
-        reason = "; ".join(f"stage {stage} tp {tp} not committed yet" for stage, tp in missing)
-        return replace(found, state=State.PARTIAL, reason=reason)
+    lacking = sorted({(stage, tp) for stage in range(m.pp) for tp in range(m.tp)} - found.ranks)
+    if awaited := [rank for rank in lacking if (m.attempt, m.sequence) not in reports.get((m.kind, *rank), ())]:
+        reason = "; ".join(f"stage {stage} tp {tp} not committed yet" for stage, tp in awaited)
+        return replace(found, state=State.PARTIAL, reason=reason, awaited=tuple(awaited))
     damaged = [f"stage {shard.stage} tp {shard.tp_rank}: {shard.problem}" for shard in one_each if shard.problem]
     return replace(found, state=State.DAMAGED, reason="; ".join(damaged)) if damaged else found
 
@@ -229,26 +251,12 @@ def _one_for_each_rank(shards: list[Shard]) -> tuple[tuple[Shard, ...], tuple[Sh
     return tuple(chosen.values()), tuple(copies)
 
 
-def missing_ranks(checkpoint: Checkpoint) -> frozenset[Rank]:
-    """Return the ranks whose file of a set of ours is not listed."""
-    manifest = checkpoint.shards[0].manifest
-    assert manifest is not None
-    return frozenset((s, t) for s in range(manifest.pp) for t in range(manifest.tp)) - checkpoint.ranks
-
-
-def _missing(checkpoint: Checkpoint, evidence: Evidence) -> list[Rank]:
-    """Return the ranks that neither have a file in this set nor report to hold it."""
-    needed = missing_ranks(checkpoint)
-    save = (checkpoint.id.attempt, checkpoint.id.sequence)
-    return sorted(rank for rank in needed if save not in evidence.committed.get((checkpoint.kind, *rank), ()))
-
-
 def _legacy(shards: list[Shard]) -> Checkpoint:
     """List what the old trainer wrote for one step and epoch; how many files make it whole, nobody can tell."""
     one_each, copies = _one_for_each_rank(shards)
     name = one_each[0].name
-    identity = CheckpointId(0, 0, name.epoch or 0, name.step or 0)
-    return Checkpoint(identity, name.kind, State.LEGACY, "written without a manifest", one_each, 0, copies=copies)
+    identity, reason = CheckpointId(0, 0, name.epoch or 0, name.step or 0), "written without a manifest"
+    return Checkpoint(identity, name.kind, State.LEGACY, reason, one_each, 0, copies=copies)
 
 
 def _strange(shard: Shard) -> Checkpoint:
@@ -270,16 +278,12 @@ def _run_id(attempts: Sequence[Attempt], sets: Sequence[Checkpoint]) -> str | No
 
 @dataclass(frozen=True)
 class Lineage:
-    """Which attempts count, and how far: ``reach`` maps an attempt to the highest sequence that counts.
-
-    ``origin`` is as in :class:`Catalog`; ``last`` the newest start of the trainer, resumed or not.
-    """
+    """Which attempts count: ``reach`` maps each to the highest sequence that does. The rest is as in ``Catalog``."""
 
     head: int | None
-    reach: Mapping[int, Reach]
+    reach: Mapping[int, float]
     records: Mapping[int, Attempt]
     origin: tuple[int, int] | None
-    last: int
 
     @classmethod
     def derive(cls, records: Mapping[int, Attempt], sets: Sequence[Checkpoint]) -> Lineage:
@@ -291,18 +295,20 @@ class Lineage:
         """
         heads = sorted({c.id.attempt for c in sets} | {n for n, record in records.items() if record.resumed_from})
         filled = {c.id.attempt for c in sets if c.kind == "train" and c.state is State.COMPLETE}
-        last = max([*heads, *records], default=0)
         if not heads:
-            return cls(None, {}, records, None, last)
-        reach: dict[int, Reach] = {}
+            return cls(None, {}, records, None)
+        parents = _parents(heads, records, sets)
+        reach: dict[int, float] = {}
         for number in reversed(heads):
-            for ancestor, limit in _line(number, heads, records).items():
-                reach[ancestor] = max(limit, reach.get(ancestor, -1))
+            ancestor: tuple[int, float] | None = (number, math.inf)
+            while ancestor is not None:
+                reach[ancestor[0]] = max(ancestor[1], reach.get(ancestor[0], -1))
+                ancestor = parents.get(ancestor[0])
             resumed = _resumed(number, records)
-            if number in filled or (number in records and (resumed is None or resumed.explicit)):
+            if number in filled or number not in parents or (resumed is not None and resumed.explicit):
                 break
         start = _resumed(heads[-1], records) if heads[-1] not in filled else None
-        return cls(heads[-1], reach, records, (start.attempt, start.sequence) if start else None, last)
+        return cls(heads[-1], reach, records, (start.attempt, start.sequence) if start else None)
 
     def includes(self, checkpoint: Checkpoint) -> bool:
         """Return whether a checkpoint counts. A resume names a training checkpoint, so only those can be cut off."""
@@ -325,21 +331,19 @@ class Lineage:
         return f"attempt {number} resumed from {origin}"
 
 
-def _line(number: int, heads: Sequence[int], records: Mapping[int, Attempt]) -> dict[int, Reach]:
-    """Return an attempt and its ancestors, each up to where the next one resumed.
+def _parents(
+    heads: Sequence[int], records: Mapping[int, Attempt], sets: Sequence[Checkpoint]
+) -> dict[int, tuple[int, float]]:
+    """Return what each attempt grew out of, and up to which sequence; fresh starts have no entry.
 
-    An attempt whose record is lost is taken to follow the whole of the one before it.
+    An attempt whose record is lost is taken to follow the whole of the one before it, unless that had another layout.
     """
-    line: dict[int, Reach] = {number: math.inf}
-    while True:
-        limit: Reach = math.inf
-        if resumed := _resumed(number, records):
-            number, limit = resumed.attempt, resumed.sequence
-        elif number not in records and (older := bisect_left(heads, number)):
-            number = heads[older - 1]
-        else:
-            return line
-        line[number] = limit
+    parents = {n: (origin.attempt, float(origin.sequence)) for n in records if (origin := _resumed(n, records))}
+    layouts = {c.id.attempt: (m.pp, m.tp) for c in sets if (m := c.shards[0].manifest) is not None}
+    for old, new in pairwise(sorted({*heads, *(attempt for attempt, _ in parents.values())})):
+        if new not in records and layouts.get(old, layouts.get(new)) == layouts.get(new, layouts.get(old)):
+            parents[new] = (old, math.inf)
+    return parents
 
 
 def _resumed(number: int, records: Mapping[int, Attempt]) -> Origin | None:
@@ -360,27 +364,25 @@ class _Progress:
 
     newest: Mapping[tuple[Kind, int, int], tuple[int, int]]
     saves: Mapping[Kind, Sequence[tuple[int, int]]]
-    evidence: Evidence
+    slots: int
     last_attempt: int
 
     @classmethod
-    def derive(cls, sets: Sequence[Checkpoint], lineage: Lineage, evidence: Evidence) -> _Progress:
-        held: dict[tuple[Kind, int, int], set[tuple[int, int]]] = defaultdict(set)
+    def derive(cls, sets: Sequence[Checkpoint], reports: Reports, slots: int, last_attempt: int) -> _Progress:
+        newest = {rank: max(held, default=(0, 0)) for rank, held in reports.items()}
         saves: dict[Kind, list[tuple[int, int]]] = defaultdict(list)
         for checkpoint in sets:
             save = (checkpoint.id.attempt, checkpoint.id.sequence)
             saves[checkpoint.kind].append(save)
             for stage, tp in checkpoint.ranks:
-                held[checkpoint.kind, stage, tp].add(save)
-        for rank, reported in evidence.committed.items():
-            held[rank] |= {*reported, (0, 0)}
-        newest = {rank: max(found) for rank, found in held.items()}
-        return cls(newest, {kind: sorted(found) for kind, found in saves.items()}, evidence, lineage.last)
+                rank = (checkpoint.kind, stage, tp)
+                newest[rank] = max(newest.get(rank, save), save)
+        return cls(newest, saves, slots, last_attempt)
 
     def death(self, checkpoint: Checkpoint) -> str | None:
         """Return why a partial set can no longer complete, or None if it can."""
         save = (checkpoint.id.attempt, checkpoint.id.sequence)
-        for stage, tp in _missing(checkpoint, self.evidence):
+        for stage, tp in checkpoint.awaited:
             newest = self.newest.get((checkpoint.kind, stage, tp))
             if newest is None:
                 continue
@@ -389,13 +391,12 @@ class _Progress:
             if newest > save:
                 return f"stage {stage} tp {tp} has committed a later one"
         later = sum(other > save for other in self.saves[checkpoint.kind])
-        return f"{later} newer saves have come since" if later > self.evidence.slots + 1 else None
+        return f"{later} newer saves have come since" if later > self.slots + 1 else None
 
 
 def _judge(checkpoint: Checkpoint, lineage: Lineage, progress: _Progress) -> Checkpoint:
-    """Return the checkpoint with its final state and the reason for it."""
-    attempt = checkpoint.id.attempt
-    counts = lineage.includes(checkpoint)
+    """Return the checkpoint with its final state and reason."""
+    attempt, counts = checkpoint.id.attempt, lineage.includes(checkpoint)
     if not counts and not lineage.is_branch(attempt):
         return replace(checkpoint, state=State.FOREIGN, reason=f"attempt {attempt} is not one that this run came from")
     if checkpoint.state is State.PARTIAL and (death := progress.death(checkpoint)):

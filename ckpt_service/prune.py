@@ -48,9 +48,11 @@ class Retained:
     errors: tuple[CkptError, ...]
 
 
-def retain(root: str, postfix: str | None, histories: Sequence[History]) -> list[Retained]:
+def retain(
+    root: str, postfix: str | None, histories: Sequence[History], look: scan.Look = scan.inspect
+) -> list[Retained]:
     """Delete what the policies allow of these histories."""
-    evidence = scan.load_evidence(root, postfix)
+    evidence = scan.load_evidence(root, postfix, look)
     train = build(evidence)
     done = []
     for history in histories:
@@ -88,6 +90,7 @@ class Pruner:
     root: str
     postfix: str | None
     _histories: dict[Key, History] = field(default_factory=dict)
+    _memory: scan.Memory = field(default_factory=scan.Memory)
 
     def retain_after(self, manifest: ShardManifest, directory: LocalDirectory, policy: Retention) -> list[Retained]:
         """Note a commit and make a pass over all histories."""
@@ -100,4 +103,7 @@ class Pruner:
 
     def retain(self) -> list[Retained]:
         """Make a pass over all histories."""
-        return retain(self.root, self.postfix, list(self._histories.values()))
+        done = retain(self.root, self.postfix, list(self._histories.values()), self._memory)
+        catalogs = {id(retained.catalog): retained.catalog for retained in done}.values()
+        self._memory.forget_the_gone(shard for catalog in catalogs for shard in catalog.files())
+        return done

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ckpt_service.catalog import Catalog, Checkpoint, Shard, State, missing_ranks
+from ckpt_service.catalog import Catalog, Checkpoint, Shard, State
 from ckpt_service.naming import Kind
 
 
@@ -135,5 +135,5 @@ def held_back(catalog: Catalog, *, kind: Kind, stage: int, tp_rank: int) -> dict
     behind: Counter[tuple[int, int]] = Counter()
     for checkpoint in catalog.of_kind(kind):
         if checkpoint.state is State.PARTIAL and (stage, tp_rank) in checkpoint.ranks:
-            behind.update(missing_ranks(checkpoint))
+            behind.update(checkpoint.awaited)
     return dict(behind)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from pydantic import ValidationError
 
@@ -82,7 +82,42 @@ def _problem(head: bytes, manifest: ShardManifest | None, name: ShardName, stage
     return None
 
 
-def scan_directory(path: str, stage: int) -> Iterator[Shard]:
+class Memory:
+    """Inspects like :func:`inspect`, and does not open a file again that has not changed since.
+
+    For a daemon that looks through the whole run after every commit: what is new is read, the rest is only looked up.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[tuple[int, ...], Shard]] = {}
+
+    def __call__(self, path: str, name: ShardName, stage: int) -> Shard | None:
+        """Return what the file at ``path`` is; None if it is gone."""
+        try:
+            found = os.stat(path)
+        except OSError:
+            self._seen.pop(path, None)
+            return inspect(path, name, stage)
+        mark = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        known = self._seen.get(path)
+        if known is not None and known[0] == mark:
+            return known[1]
+        shard = inspect(path, name, stage)
+        if shard is not None:
+            self._seen[path] = (mark, shard)
+        return shard
+
+    def forget_the_gone(self, present: Iterable[Shard]) -> None:
+        """Let go of files that are not there any more."""
+        paths = {shard.path for shard in present}
+        self._seen = {path: seen for path, seen in self._seen.items() if path in paths}
+
+
+Look = Callable[[str, ShardName, int], Shard | None]
+"""How a file is inspected: :func:`inspect`, or a :class:`Memory`."""
+
+
+def scan_directory(path: str, stage: int, look: Look = inspect) -> Iterator[Shard]:
     """Yield the shards in one directory, set-aside ones included."""
     try:
         names = os.listdir(path)
@@ -92,7 +127,7 @@ def scan_directory(path: str, stage: int) -> Iterator[Shard]:
         name = naming.parse_shard(naming.parse_kept(entry) or entry)
         if name is None:
             continue
-        shard = inspect(os.path.join(path, entry), name, stage if name.stage is None else name.stage)
+        shard = look(os.path.join(path, entry), name, stage if name.stage is None else name.stage)
         if shard is not None:
             yield shard
 
@@ -107,9 +142,10 @@ def stage_directories(root: str, postfix: str | None) -> dict[int, str]:
     return {stage: path for stage, path in sorted(stages.items(), key=lambda item: item[1]) if stage is not None}
 
 
-def scan_run(root: str, postfix: str | None) -> list[Shard]:
+def scan_run(root: str, postfix: str | None, look: Look = inspect) -> list[Shard]:
     """Return all training shards of a run."""
-    return [shard for stage, path in stage_directories(root, postfix).items() for shard in scan_directory(path, stage)]
+    directories = stage_directories(root, postfix)
+    return [shard for stage, path in directories.items() for shard in scan_directory(path, stage, look)]
 
 
 def load_attempts(root: str, postfix: str | None) -> list[Attempt]:
@@ -155,12 +191,16 @@ def load_catalog(root: str, postfix: str | None) -> Catalog:
     return build(load_evidence(root, postfix))
 
 
-def load_evidence(root: str, postfix: str | None) -> Evidence:
+def load_evidence(root: str, postfix: str | None, look: Look = inspect) -> Evidence:
     """Return what this host can see of a run."""
     attempts = load_attempts(root, postfix)
     slots = attempts[-1].slots if attempts else 2
     return Evidence(
-        scan_run(root, postfix), attempts, load_pins(root, postfix), committed=load_peers(root, postfix), slots=slots
+        scan_run(root, postfix, look),
+        attempts,
+        load_pins(root, postfix),
+        committed=load_peers(root, postfix),
+        slots=slots,
     )
 
 

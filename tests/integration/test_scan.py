@@ -463,3 +463,26 @@ def test_manifest_is_readable_by_anyone(tmp_path: Path) -> None:
     start = head.index(b'{"format_version"')
     assert json.loads(head[start : head.rindex(b"}") + 1])["run_id"] == "run"
     assert struct.unpack("<I", head[-4:])[0] == image.manifest_capacity()
+
+
+def test_a_memory_opens_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = [write_shard(tmp_path, step=step) for step in (1, 2)]
+    opened: list[str] = []
+    real_open = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **more: opened.append(str(path)) or real_open(path, *rest, **more)
+    )
+    memory = scan.Memory()
+    first = sorted(scan.scan_directory(str(tmp_path), 0, memory), key=lambda shard: shard.path)
+    assert sorted(opened) == sorted(map(str, written))
+    opened.clear()
+    assert sorted(scan.scan_directory(str(tmp_path), 0, memory), key=lambda shard: shard.path) == first
+    assert opened == []
+    os.truncate(written[0], 100)
+    changed = {shard.path: shard.problem for shard in scan.scan_directory(str(tmp_path), 0, memory)}
+    assert opened == [str(written[0])]
+    assert changed[str(written[0])] is not None
+    memory.forget_the_gone([])
+    opened.clear()
+    list(scan.scan_directory(str(tmp_path), 0, memory))
+    assert len(opened) == 2
