@@ -244,10 +244,8 @@ def _one_for_each_rank(shards: list[Shard]) -> tuple[tuple[Shard, ...], tuple[Sh
     chosen: dict[Rank, Shard] = {}
     copies = []
     for shard in sorted(shards, key=lambda s: (s.stage, s.tp_rank, s.problem is not None, s.path)):
-        if (shard.stage, shard.tp_rank) in chosen:
+        if chosen.setdefault((shard.stage, shard.tp_rank), shard) is not shard:
             copies.append(shard)
-        else:
-            chosen[shard.stage, shard.tp_rank] = shard
     return tuple(chosen.values()), tuple(copies)
 
 
@@ -286,7 +284,7 @@ class Lineage:
     origin: tuple[int, int] | None
 
     @classmethod
-    def derive(cls, records: Mapping[int, Attempt], sets: Sequence[Checkpoint]) -> Lineage:
+    def derive(cls, records: Mapping[int, Attempt], sets: list[Checkpoint]) -> Lineage:
         """Follow the resumes back from the head, the newest attempt that has resumed or has a file.
 
         A roll-back that the user asked for cuts at once. A resume that nobody steered (it may have fallen back because
@@ -331,9 +329,7 @@ class Lineage:
         return f"attempt {number} resumed from {origin}"
 
 
-def _parents(
-    heads: Sequence[int], records: Mapping[int, Attempt], sets: Sequence[Checkpoint]
-) -> dict[int, tuple[int, float]]:
+def _parents(heads: list[int], records: Mapping[int, Attempt], sets: list[Checkpoint]) -> dict[int, tuple[int, float]]:
     """Return what each attempt grew out of, and up to which sequence; fresh starts have no entry.
 
     An attempt whose record is lost is taken to follow the whole of the one before it, unless that had another layout.
@@ -357,10 +353,7 @@ def _resumed(number: int, records: Mapping[int, Attempt]) -> Origin | None:
 
 @dataclass(frozen=True)
 class _Progress:
-    """How far every rank has come: what decides whether a partial set can still complete.
-
-    ``newest`` has an entry for each (kind, stage, tp rank) that is known at all.
-    """
+    """How far every rank has come; ``newest`` has an entry for each (kind, stage, tp rank) that is known at all."""
 
     newest: Mapping[tuple[Kind, int, int], tuple[int, int]]
     saves: Mapping[Kind, Sequence[tuple[int, int]]]

@@ -274,8 +274,7 @@ class Checkpointer:
             tp_rank=place.tp_rank,
             slots=run.slots,
         )
-        exchange = run.group.exchange() if place.dp > 1 or not run.is_shared else None
-        peers = PeerNews(run, exchange) if exchange is not None and not run.is_shared else None
+        peers = PeerNews(run, run.exchange) if run.exchange is not None and not run.is_shared else None
         socket = None if service == "auto" else os.path.abspath(service)
         daemon = Service(run.root, run.postfix, run.host, socket, os.environ)
         client = ServiceClient(daemon, hello, run.config, peers)
@@ -320,11 +319,12 @@ class Checkpointer:
 
     def _contribute(self, manifest: ShardManifest, *, tracked: bool) -> None:
         """Leave for the writer what only this replica has; without it the save goes on, and says who is absent."""
-        if not tracked:
+        exchange = self._run.exchange
+        if not tracked or exchange is None:
             return
         content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed)
         try:
-            self._run.group.exchange().put(replicas.key(manifest, manifest.dp_rank), content)
+            exchange.put(replicas.key(manifest, manifest.dp_rank), content)
         except (RuntimeError, OSError) as error:
             warnings.warn(f"step {manifest.step}: this replica's random numbers are not saved: {error}", stacklevel=3)
 

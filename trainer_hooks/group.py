@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,12 @@ class Group(Protocol):
         """Whether bytes can be sent; where not, all ranks see one directory."""
         ...
 
-    def exchange(self) -> Exchange:
-        """Return a place where ranks leave values for each other; collective when it is first asked for."""
+    def host_exchange(self) -> tuple[Exchange, bytes]:
+        """Make a place where ranks leave values for each other; for rank 0. Returns its address as well."""
+        ...
+
+    def reach_exchange(self, address: bytes) -> Exchange:
+        """Return the exchange that rank 0 has made."""
         ...
 
     def close(self) -> None:
@@ -77,7 +81,11 @@ class Solo:
         """Never called: there is nobody else."""
         raise AssertionError("a single rank receives nothing")
 
-    def exchange(self) -> Exchange:
+    def host_exchange(self) -> tuple[Exchange, bytes]:
+        """Never called: there is nobody else."""
+        raise AssertionError("a single rank exchanges nothing")
+
+    def reach_exchange(self, address: bytes) -> Exchange:
         """Never called: there is nobody else."""
         raise AssertionError("a single rank exchanges nothing")
 
@@ -94,13 +102,19 @@ class TorchGroup:
         self._group = dist.new_group(ranks, backend="gloo")
         self._size = len(ranks) if ranks is not None else dist.get_world_size()
         self.patience_seconds = patience_seconds
-        self._exchange: Exchange | None = None
 
     def gather(self, value: bytes) -> list[bytes]:
-        """all_gather over the CPU group."""
-        values: list[Any] = [None] * self._size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        """all_gather over the CPU group: first the lengths, then the bytes, all as long as the longest.
+
+        Not ``all_gather_object``: it needs NumPy, which torch runs without.
+        """
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        dist.all_gather(lengths, torch.tensor([len(value)]), group=self._group)
+        longest = max(1, *(int(length) for length in lengths))
+        values = [bytearray(longest) for _ in range(self._size)]
+        mine = torch.frombuffer(bytearray(value.ljust(longest, b"\0")), dtype=torch.uint8)
+        dist.all_gather([torch.frombuffer(each, dtype=torch.uint8) for each in values], mine, group=self._group)
+        return [bytes(each[: int(length)]) for each, length in zip(values, lengths, strict=True)]
 
     def send(self, data: memoryview, ranks: list[int]) -> None:
         """Send in chunks, to one rank after the other."""
@@ -113,20 +127,18 @@ class TorchGroup:
         for start in range(0, len(into), _CHUNK_BYTES):
             dist.recv(torch.frombuffer(into[start : start + _CHUNK_BYTES], dtype=torch.uint8), source, self._group)
 
-    def exchange(self) -> Exchange:
-        """Rank 0 serves a store; the others learn its address over the group."""
-        if self._exchange is None:
-            self._exchange = self._served() if dist.get_rank() == 0 else self._reached()
-        return self._exchange
-
-    def _served(self) -> Exchange:
+    def host_exchange(self) -> tuple[Exchange, bytes]:
+        """Serve a store in this process."""
         host = os.environ.get("MASTER_ADDR") or os.uname().nodename
-        exchange, port = StoreExchange.serve(host, self.patience_seconds)
-        self.gather(json.dumps([host, port]).encode())
-        return exchange
+        try:
+            exchange, port = StoreExchange.serve(host, self.patience_seconds)
+        except RuntimeError as error:
+            raise CkptError(f"no store can be served at {host}: {error}", op="start") from error
+        return exchange, json.dumps([host, port]).encode()
 
-    def _reached(self) -> Exchange:
-        host, port = json.loads(self.gather(b"")[0])
+    def reach_exchange(self, address: bytes) -> Exchange:
+        """Connect to the store of rank 0."""
+        host, port = json.loads(address)
         try:
             return StoreExchange.reach(host, port, self.patience_seconds)
         except RuntimeError as error:
@@ -209,7 +221,11 @@ class LaunchGroup:
         """Never called: all ranks see one directory."""
         raise AssertionError("ranks without torch.distributed share the directory")
 
-    def exchange(self) -> Exchange:
+    def host_exchange(self) -> tuple[Exchange, bytes]:
+        """Files in the meeting place."""
+        return self.reach_exchange(b""), b""
+
+    def reach_exchange(self, address: bytes) -> Exchange:
         """Files in the meeting place."""
         return FileExchange(self._directory, prefix=f"{self._nonce}.value")
 

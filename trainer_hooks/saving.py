@@ -94,6 +94,7 @@ class Saver:
     def close(self) -> None:
         """End the threads and give the memory back."""
         self._finisher.shutdown()
+        self._run.part()
         if self._client is not None:
             self._client.close()
         self._pool.close()
@@ -124,14 +125,15 @@ class Saver:
     def _finish(self, plan: Blueprint, manifest: ShardManifest, slot: Slot, ticket: SaveTicket, *, final: bool) -> None:
         """Add what other replicas contribute in time; those that are late are named in the manifest."""
         seconds = self._run.config.replica_seconds
-        found = replicas.collect(self._run.group.exchange(), manifest, seconds)
+        assert self._run.exchange is not None, "there are replicas"
+        found = replicas.collect(self._run.exchange, manifest, seconds)
         whole = capture.blueprint(plan.plan, found)
         if whole.layout.nbytes > slot.nbytes:
             log.error("step %d: the replicas contribute too much, and it is left out", manifest.step)
             found, whole = {}, plan
         absent = sorted(set(range(1, manifest.dp)) - found.keys())
         if absent:
-            log.warning("step %d: nothing came from data-parallel ranks %s within %s s", manifest.step, absent, seconds)
+            log.warning("step %d: nothing came from data-parallel ranks %s", manifest.step, absent)
             manifest = manifest.model_copy(update={"user": {"absent_replicas": " ".join(map(str, absent))}})
         self._deliver(whole, manifest, slot, ticket, found, final=final)
 

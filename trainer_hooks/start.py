@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
@@ -14,6 +15,7 @@ from ckpt_service.ownership import RunLock
 from ckpt_service.records import Attempt, Origin, TopologyRecord
 from ckpt_service.storage import make_directories
 from trainer_hooks import group as groups
+from trainer_hooks.exchange import Exchange, take_all
 from trainer_hooks.group import Group
 from trainer_hooks.topology import Topology
 
@@ -24,6 +26,7 @@ _OK, _FAILED = b"+", b"-"
 class Run:
     """A run directory as one rank sees it. ``attempt`` is None until this start has written or means to.
 
+    ``exchange`` is there from :meth:`begin` on where ranks have something to leave for each other.
     ``origin`` is what was resumed from; it goes into the record of the attempt. ``is_shared``: all ranks see one
     directory.
     """
@@ -37,6 +40,7 @@ class Run:
     attempt: Attempt | None = None
     origin: Origin | None = None
     is_shared: bool = True
+    exchange: Exchange | None = field(default=None, repr=False)
     _group: Group | None = field(default=None, repr=False)
     _lock: RunLock | None = field(default=None, repr=False)
 
@@ -72,6 +76,8 @@ class Run:
             mine = self.agree(lambda: self._take().model_dump_json().encode(), b"", on=(0,), kind=RunDirectoryBusy)
             self.attempt = Attempt.model_validate_json(mine[0])
             self.is_shared = self._adopted()
+            if self.topology.dp > 1 or not self.is_shared:
+                self._open_exchange()
         return self.attempt
 
     def note_origin(self, origin: Origin) -> None:
@@ -81,6 +87,32 @@ class Run:
             mine = self.agree(self._record_origin, b"", on=(0,), kind=CkptError)
             self.attempt = Attempt.model_validate_json(mine[0])
             self._adopted()
+
+    def part(self) -> None:
+        """Say that this rank needs the exchange no longer. Rank 0, where it lives, waits for all, bounded."""
+        if self.exchange is None:
+            return
+        if self.topology.rank == 0:
+            others = {rank: f"parted/{rank}" for rank in range(1, self.topology.world_size)}
+            take_all(self.exchange, others, self.config.replica_seconds)
+            return
+        with suppress(RuntimeError, OSError):  # rank 0 has gone
+            self.exchange.put(f"parted/{self.topology.rank}", b"")
+
+    def _open_exchange(self) -> None:
+        """Make the exchange on rank 0 and reach it from the others; collective."""
+
+        def host() -> bytes:
+            self.exchange, address = self.group.host_exchange()
+            return address
+
+        def reach() -> bytes:
+            if self.topology.rank > 0:
+                self.exchange = self.group.reach_exchange(address)
+            return b""
+
+        address = self.agree(host, b"", on=(0,), kind=CkptError)[0]
+        self.agree(reach, b"", kind=CkptError)
 
     def _adopted(self) -> bool:
         """Have the record of the attempt on every host; return whether all ranks share one directory. Collective."""

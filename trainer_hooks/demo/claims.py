@@ -8,65 +8,74 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from trainer_hooks.demo.files import DaemonProcess, PartialFile, daemon_of, finished_steps, partial_files
-from trainer_hooks.demo.journal import Failed, Killed, Missed, Started, events_of
-from trainer_hooks.demo.legs import DemoFailed, LegEnd, log_tail, wait_until
+from trainer_hooks.demo.files import DaemonProcess, PartialFile, complete_steps, daemon_of, partial_files
+from trainer_hooks.demo.journal import Failed, Started, events_of
+from trainer_hooks.demo.leg import DemoFailed, KillPlan, trainers, wait_until
+from trainer_hooks.demo.legs import LegEnd
+from trainer_hooks.demo.sabotage import Killed
 
 _LEAVE_SECONDS = 30.0
 _DIE_SECONDS = 10.0
 
 
 def require_clean_end(end: LegEnd) -> None:
-    """It ran to the end, and every save landed."""
-    if end.exit_status != 0:
-        raise DemoFailed(f"{end.leg.title} ended with exit status {end.exit_status}{log_tail(end.leg)}")
+    """All ranks ran to the end, and every save landed."""
+    if end.failed_rank is not None:
+        raise DemoFailed(f"{end.leg.title}: {_how_it_failed(end)}")
     for event in events_of(Failed, end.events):
         raise DemoFailed(f"{end.leg.title}: the save of step {event.step} failed: {event.error}")
 
 
-def require_killed_in_write(end: LegEnd) -> None:
-    """It died by SIGKILL, and the partial file that it saw before was still on disk right after its death."""
-    purpose = f"{end.leg.title} was to be killed in the write of step {end.leg.kill_in_save}"
-    for missed in events_of(Missed, end.events):
-        raise DemoFailed(f"{purpose}, but {missed.reason}")
-    words = events_of(Killed, end.events)
-    if end.exit_status != -signal.SIGKILL or not words:
-        raise DemoFailed(f"{purpose}, but ended with exit status {end.exit_status}{log_tail(end.leg)}")
-    if not any(partial.path.name == words[0].partial and partial.bytes > 0 for partial in end.partials):
-        raise DemoFailed(f"{purpose}, and was, but {words[0].partial} was not on disk after its death")
+def require_killed_in_write(end: LegEnd, plan: KillPlan) -> Killed:
+    """All ranks died by SIGKILL, and an unfinished file seen before was still on disk right after. Gives the blow."""
+    purpose = f"{end.leg.title} was to be killed in the write of step {plan.save_step}"
+    killed = end.killed
+    if killed is None:
+        how = "ended by itself" if end.failed_rank is None else _how_it_failed(end)
+        raise DemoFailed(f"{purpose}, but {how}")
+    if set(end.exit_statuses) != {-signal.SIGKILL}:
+        raise DemoFailed(f"{purpose}, but its ranks ended with statuses {end.exit_statuses}")
+    seen = {partial.path for partial in killed.partials}
+    if not any(partial.path in seen and partial.bytes > 0 for partial in end.partials):
+        names = ", ".join(sorted(path.name for path in seen))
+        raise DemoFailed(f"{purpose}, and was, but {names} was not on disk after its death")
+    return killed
 
 
 def require_resumed(end: LegEnd, step: int) -> None:
-    """It went on from exactly this step."""
-    starts = [event.step for event in events_of(Started, end.events)]
-    if starts != [step]:
-        found = f"from step {starts[0]}" if starts and starts[0] is not None else "from nothing"
-        raise DemoFailed(f"{end.leg.title} should have resumed from step {step}, but did {found}{log_tail(end.leg)}")
+    """Every rank went on from exactly this step."""
+    starts = {event.rank: event.step for event in events_of(Started, end.events)}
+    for rank in range(end.leg.recipe.ranks):
+        if rank not in starts:
+            raise DemoFailed(f"{end.leg.title}: rank {rank} has not resumed: {_how_it_failed(end)}")
+        if starts[rank] != step:
+            found = "from nothing" if starts[rank] is None else f"from step {starts[rank]}"
+            raise DemoFailed(f"{end.leg.title}: rank {rank} should have resumed from step {step}, but did {found}")
 
 
-def require_daemon_finishes(end: LegEnd, seconds: float) -> DaemonProcess:
-    """The trainer is dead, its daemon is not: what it accepted still reaches its final name. Gives the daemon."""
-    root, step = end.leg.paths.root, end.leg.kill_in_save
+def require_daemon_finishes(end: LegEnd, step: int, seconds: float) -> DaemonProcess:
+    """The trainers are dead, their daemon is not: the shards it accepted reach their final names. Gives the daemon."""
+    root, tp = end.leg.paths.root, end.leg.recipe.tp
     daemon = daemon_of(root)
-    if daemon is None or not (daemon.alive() or step in finished_steps(root)):
-        raise DemoFailed(f"{end.leg.title}: the daemon did not outlive its trainer")
-    if not wait_until(lambda: step in finished_steps(root), seconds):
+    if daemon is None or not (daemon.alive() or step in complete_steps(root, tp)):
+        raise DemoFailed(f"{end.leg.title}: the daemon did not outlive {trainers(end.leg.recipe)}")
+    if not wait_until(lambda: step in complete_steps(root, tp), seconds):
         raise DemoFailed(
             f"{end.leg.title}: the daemon had accepted step {step}, but did not finish it in {seconds:.0f} s"
         )
     return daemon
 
 
-def require_stump(end: LegEnd) -> PartialFile:
-    """Trainer and daemon are dead: the partial file stays behind, its checkpoint does not appear. Gives the file."""
-    root, step = end.leg.paths.root, end.leg.kill_in_save
+def require_stumps(end: LegEnd, step: int) -> list[PartialFile]:
+    """Trainers and daemon are dead: unfinished files stay behind, the checkpoint is not complete. Gives the files."""
+    root = end.leg.paths.root
     daemon = daemon_of(root)
     if daemon is not None and not wait_until(lambda: not daemon.alive(), _DIE_SECONDS):
         raise DemoFailed(f"{end.leg.title}: the daemon (pid {daemon.pid}) is alive after SIGKILL")
     left = partial_files(root, step)
-    if not left or step in finished_steps(root):
-        raise DemoFailed(f"{end.leg.title}: nobody was left to write step {step}, but its partial file is gone")
-    return left[0]
+    if not left or step in complete_steps(root, end.leg.recipe.tp):
+        raise DemoFailed(f"{end.leg.title}: nobody was left to write step {step}, but no unfinished file stayed")
+    return left
 
 
 def require_swept(end: LegEnd) -> None:
@@ -84,3 +93,8 @@ def require_daemon_left(root: Path) -> None:
         raise DemoFailed(
             f"the daemon of {root} (pid {daemon.pid}) is still there {_LEAVE_SECONDS:.0f} s after a clean close"
         )
+
+
+def _how_it_failed(end: LegEnd) -> str:
+    rank = end.failed_rank or 0
+    return f"rank {rank} ended with exit status {end.exit_statuses[rank]}{end.leg.log_tail(rank)}"

@@ -1,7 +1,7 @@
 """What the demo trains on: the source text of Python's own standard library, as bytes, and the order it is read in.
 
 Three kinds of randomness are used on purpose, each from its own source, because a resume must bring back all three:
-the order of the samples (a generator in `ShuffledSampler`), the crop of each sample (Python's `random`) and noise on
+the order of the samples (a generator in `ShardedSampler`), the crop of each sample (Python's `random`) and noise on
 the inputs (NumPy where it is installed).
 """
 
@@ -29,31 +29,34 @@ class SamplerState(TypedDict):
     generator: Tensor
 
 
-class ShuffledSampler:
-    """Gives the sample numbers of one batch after another, newly shuffled in each epoch, without end.
+class ShardedSampler:
+    """Gives a replica the sample numbers of one batch after another, newly shuffled in each epoch, without end.
 
-    The state is exact after every `next_batch()`: a sampler that loads it gives the batches that this one would.
+    All replicas shuffle alike; of each round of `replicas` batches, replica number `replica` takes its own. The state
+    is exact after every `next_batch()`: a sampler that loads it gives the batches that this one would.
     """
 
-    def __init__(self, samples: int, batch: int, seed: int) -> None:
-        if samples % batch:
-            raise ValueError(f"samples {samples} must be a multiple of batch {batch}")
+    def __init__(self, samples: int, batch: int, seed: int, *, replica: int = 0, replicas: int = 1) -> None:
+        if samples % (batch * replicas):
+            raise ValueError(f"samples {samples} must be a multiple of batch {batch} times replicas {replicas}")
         self.samples = samples
         self.batch = batch
+        self.replica = replica
+        self.replicas = replicas
         self.epoch = 0
         self._position = 0
         self._generator = torch.Generator().manual_seed(seed)
         self._order = torch.randperm(samples, generator=self._generator)
 
     def next_batch(self) -> list[int]:
-        """Sample numbers of the next batch; begins a new epoch when the old one is used up."""
+        """Sample numbers of this replica's next batch; begins a new epoch when the old one is used up."""
         if self._position == self.samples:
             self.epoch += 1
             self._position = 0
             self._order = torch.randperm(self.samples, generator=self._generator)
-        taken = self._order[self._position : self._position + self.batch]
-        self._position += self.batch
-        return [int(index) for index in taken.tolist()]
+        first = self._position + self.replica * self.batch
+        self._position += self.replicas * self.batch
+        return [int(index) for index in self._order[first : first + self.batch].tolist()]
 
     def state_dict(self) -> SamplerState:
         """What `load_state_dict` needs. The order is not copied: it is replaced, never changed."""

@@ -1,13 +1,14 @@
 """What a run directory shows from outside: finished shards, unfinished ones, and which process is its daemon.
 
-Reads names and the status file only; promises to signal no process but the one that the status file of this run
-directory names, and only if it is still that process (pid and start time agree).
+Reads names, the status file and `/proc`; promises to signal no process but a daemon of this run directory, and only if
+it is still that process (pid and start time agree).
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,15 +44,16 @@ class DaemonProcess:
         return True
 
 
-def shard_path(root: Path, step: int, epoch: int) -> Path:
-    """The final name of a checkpoint of the demo, which has one stage and one rank."""
-    return _directory(root) / naming.shard("train", stage=0, tp_rank=0, tp=1, step=step, epoch=epoch)
+def shard_path(root: Path, step: int, epoch: int, *, tp_rank: int, tp: int) -> Path:
+    """The final name of one shard of a checkpoint of the demo, which has one pipeline stage."""
+    return _directory(root) / naming.shard("train", stage=0, tp_rank=tp_rank, tp=tp, step=step, epoch=epoch)
 
 
-def finished_steps(root: Path) -> list[int]:
-    """Steps of the shards at their final names, ascending."""
+def complete_steps(root: Path, tp: int) -> list[int]:
+    """Steps of which all shards are there at their final names, ascending."""
     parsed = [naming.parse_shard(name) for name in _names(_directory(root))]
-    return sorted(shard.step for shard in parsed if shard is not None and shard.step is not None)
+    counts = Counter(shard.step for shard in parsed if shard is not None and shard.step is not None)
+    return sorted(step for step, count in counts.items() if count == tp)
 
 
 def partial_files(root: Path, step: int | None = None) -> list[PartialFile]:
@@ -67,11 +69,6 @@ def partial_files(root: Path, step: int | None = None) -> list[PartialFile]:
     return found
 
 
-def begun_partial(root: Path, step: int) -> PartialFile | None:
-    """The unfinished shard of a step, once it has at least one byte."""
-    return next((partial for partial in partial_files(root, step) if partial.bytes > 0), None)
-
-
 def daemon_of(root: Path) -> DaemonProcess | None:
     """The daemon that the run directory's status file names, alive or not. None before there is one."""
     directory = root / naming.service_directory(None)
@@ -80,6 +77,20 @@ def daemon_of(root: Path) -> DaemonProcess | None:
             daemon = ServiceStatus.model_validate_json((directory / name).read_bytes()).daemon
             return DaemonProcess(daemon.pid, daemon.pid_start)
     return None
+
+
+def serving(root: Path) -> list[DaemonProcess]:
+    """Whatever process runs as the daemon of this run directory, or is about to, by its command line."""
+    found = []
+    for name in _names(Path("/proc")):
+        if not name.isdigit():
+            continue
+        start = _start_of(int(name))  # before the command line: if the number is used again, it no longer agrees
+        with suppress(OSError):
+            arguments = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
+            if start is not None and arguments[1:5] == [b"-m", b"ckpt_service", b"run", os.fsencode(root)]:
+                found.append(DaemonProcess(int(name), start))
+    return found
 
 
 def _directory(root: Path) -> Path:

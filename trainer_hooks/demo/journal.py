@@ -1,7 +1,8 @@
 """What happened in one run, as lines of JSON that its training processes append and the parent reads.
 
 A line is written by one `write` to a file opened for appending: a process that is killed leaves whole lines, and
-threads need no lock. The parent may read while a leg writes; a line without its end is left for the next read.
+neither threads nor ranks need a lock. The parent may read while a leg writes; a line without its end is left for the
+next read. The names of the files in a run's records are given here.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter
 
+JOURNAL = "journal.jsonl"
+FINAL_STATES = "final_state_rank_*.pt"
+
+
+def final_state_name(rank: int) -> str:
+    """The file of a rank's state after the last step, written without the service."""
+    return FINAL_STATES.replace("*", str(rank))
+
 
 @dataclass(frozen=True)
 class Started:
-    """A leg has its model, and `resume()` has answered. `step` is None where nothing was found."""
+    """A rank has its model, and `resume()` has answered. `step` is None where nothing was found."""
 
     leg: int
+    rank: int
     step: int | None
     source: str | None
     skipped: list[str]
@@ -29,9 +39,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Stepped:
-    """One training step. `loss` and `lr` go through JSON and come back as the same bits."""
+    """One training step of one rank. `loss` and `lr` go through JSON and come back as the same bits."""
 
     leg: int
+    rank: int
     step: int
     epoch: int
     loss: float
@@ -46,6 +57,7 @@ class Saved:
     """`save()` has returned, after `seconds`."""
 
     leg: int
+    rank: int
     step: int
     epoch: int
     seconds: float
@@ -53,10 +65,21 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Committed:
-    """A save has become durable, `seconds` after `save()` was called. `bytes` is the size of its file."""
+class Accepted:
+    """The daemon holds this rank's shard of a save; noted by ranks that write."""
 
     leg: int
+    rank: int
+    step: int
+    kind: Literal["accepted"] = "accepted"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A rank's shard has become durable, `seconds` after `save()` was called. `bytes` is the size of its file."""
+
+    leg: int
+    rank: int
     step: int
     path: str
     bytes: int
@@ -69,35 +92,13 @@ class Failed:
     """A save did not land."""
 
     leg: int
+    rank: int
     step: int
     error: str
     kind: Literal["failed"] = "failed"
 
 
-@dataclass(frozen=True)
-class Killed:
-    """The last words of a leg: it saw `partial` of its save `save_step` on disk, and ends itself now, in `step`."""
-
-    leg: int
-    save_step: int
-    step: int
-    partial: str
-    bytes: int
-    daemon_pid: int | None
-    kind: Literal["killed"] = "killed"
-
-
-@dataclass(frozen=True)
-class Missed:
-    """The write that a kill was meant for was over, or never began."""
-
-    leg: int
-    save_step: int
-    reason: str
-    kind: Literal["missed"] = "missed"
-
-
-Event = Started | Stepped | Saved | Committed | Failed | Killed | Missed
+Event = Started | Stepped | Saved | Accepted | Committed | Failed
 
 _Kind = TypeVar("_Kind", bound=Event)
 
@@ -135,11 +136,11 @@ class JournalReader:
         return [_EVENTS.validate_json(line) for line in whole.splitlines()]
 
 
-def events_of(kind: type[_Kind], events: Iterable[Event]) -> list[_Kind]:
-    """Those of one kind, in order."""
-    return [event for event in events if isinstance(event, kind)]
+def events_of(kind: type[_Kind], events: Iterable[Event], rank: int | None = None) -> list[_Kind]:
+    """Those of one kind, in order; of one rank, or of all."""
+    return [event for event in events if isinstance(event, kind) and rank in (None, event.rank)]
 
 
-def final_trajectory(events: Sequence[Event]) -> dict[int, Stepped]:
-    """The steps that count, by number: a step that was run again replaces its earlier self."""
-    return {event.step: event for event in events_of(Stepped, events)}
+def final_trajectory(events: Sequence[Event], rank: int) -> dict[int, Stepped]:
+    """The steps of a rank that count, by number: a step that was run again replaces its earlier self."""
+    return {event.step: event for event in events_of(Stepped, events, rank)}

@@ -1,196 +1,118 @@
-"""Starts the training processes of a run, one leg after another, and watches each to its end.
+"""Runs one leg after another: starts its ranks, follows their journal, strikes if a kill is planned, sees them end.
 
-A leg is a subprocess of this Python. The parent learns about it from its journal, its exit status and the files it
-leaves; its output goes to a log. Promises that no leg is left running when `run_leg` has returned or raised.
+The parent learns about a leg from its journal, its exit statuses and the files it leaves; what a rank prints goes to a
+log. Promises that no rank is left running when `run_leg` has returned or raised.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from trainer_hooks.demo.files import PartialFile, partial_files
 from trainer_hooks.demo.journal import Event, JournalReader
-
-_RATE_LIMIT = "CKPT_SERVICE_RATE_LIMIT_BYTES_PER_SECOND"
-_CHUNK = "CKPT_SERVICE_CHUNK_BYTES"
-_CHUNKS = 16
-_ALIGNMENT = 4096
-_LARGEST_CHUNK = 16 << 20
+from trainer_hooks.demo.leg import DemoFailed, Leg
+from trainer_hooks.demo.ranks import Ranks
+from trainer_hooks.demo.sabotage import Killed, Saboteur
 
 _POLL_SECONDS = 0.05
-_STALL_SECONDS = 180.0
-_LOG_LINES = 15
-
-
-class DemoFailed(Exception):
-    """Something did not happen as the demo claims. The message is for the person who ran it."""
-
-
-@dataclass(frozen=True)
-class RunPaths:
-    """Where one run lives: its checkpoints in `root`, the demo's own notes about it in `records`."""
-
-    name: str
-    legs: int
-    root: Path
-    records: Path
-
-    @property
-    def journal(self) -> Path:
-        """What its legs note, all in one file."""
-        return self.records / "journal.jsonl"
-
-    @property
-    def final_state(self) -> Path:
-        """The state after the last step, written without the service."""
-        return self.records / "final_state.pt"
-
-    def log(self, leg: int) -> Path:
-        """What a leg printed."""
-        return self.records / f"leg_{leg}.log"
-
-
-@dataclass(frozen=True)
-class SlowWrites:
-    """How the daemon is told to take `seconds` for the write of a file of `file_bytes`, a little at a time.
-
-    The time is that of several training steps, so that training visibly goes on beside a write and a kill finds the
-    middle of it. Left alone, a write is over in milliseconds.
-    """
-
-    file_bytes: int
-    seconds: float
-
-    def environment(self) -> dict[str, str]:
-        """Settings of the daemon, which inherits them from the trainer that starts it."""
-        chunk = self.file_bytes // _CHUNKS // _ALIGNMENT * _ALIGNMENT
-        return {
-            _RATE_LIMIT: str(max(1, int(self.file_bytes / self.seconds))),
-            _CHUNK: str(min(max(chunk, _ALIGNMENT), _LARGEST_CHUNK)),
-        }
-
-
-@dataclass(frozen=True)
-class Leg:
-    """One start of the trainer, and the kill in store for it, if any."""
-
-    paths: RunPaths
-    number: int
-    steps: int
-    tiny: bool
-    kill_in_save: int = 0
-    kill_daemon: bool = False
-    slow_writes: SlowWrites | None = None
-
-    @property
-    def title(self) -> str:
-        """How it is called on the screen and in the table."""
-        return f"{self.paths.name}, leg {self.number}" if self.paths.legs > 1 else self.paths.name
+_STALL_SECONDS = 120.0
+_FOLLOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class LegEnd:
-    """How a leg ended. `partials` is what lay unfinished on disk at that moment."""
+    """How a leg ended. `partials` is what lay unfinished on disk at that moment.
+
+    `failed_rank` is the first that was seen to end with another status than 0, unless all were killed on purpose.
+    """
 
     leg: Leg
-    exit_status: int
+    exit_statuses: tuple[int | None, ...]
+    failed_rank: int | None
+    killed: Killed | None
     seconds: float
     events: tuple[Event, ...]
     partials: tuple[PartialFile, ...]
 
 
 class Audience(Protocol):
-    """Is shown every event of a leg as it is read."""
+    """Is shown what happens in a leg."""
 
     def show(self, leg: Leg, event: Event) -> None:
         """Take one event; called in order."""
 
+    def show_kill(self, leg: Leg, killed: Killed) -> None:
+        """The trainers have just been killed on purpose."""
+
 
 def run_leg(leg: Leg, reader: JournalReader, audience: Audience) -> LegEnd:
-    """Start a leg, follow its journal, and return when the process has ended, however it did.
+    """Start a leg, follow it, and return when all of its processes have ended, however they did.
 
     Raises:
-        DemoFailed: the process made no progress for minutes; it has been killed.
+        DemoFailed: they made no progress for minutes, or a planned kill came too late; they have been killed.
     """
     begun = time.monotonic()
-    with leg.paths.log(leg.number).open("wb") as log:
-        process = subprocess.Popen(
-            _command(leg), env=_environment(leg), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            events = _follow(process, leg, reader, audience)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    with Ranks(leg) as ranks:
+        follower = _Follower(leg, ranks, reader, audience)
+        follower.run()
     partials = tuple(partial_files(leg.paths.root))
-    events += _read(leg, reader, audience)
-    return LegEnd(leg, process.returncode, time.monotonic() - begun, tuple(events), partials)
+    follower.read()
+    seconds = time.monotonic() - begun
+    return LegEnd(
+        leg=leg,
+        exit_statuses=tuple(ranks.statuses()),
+        failed_rank=follower.failed_rank,
+        killed=follower.killed,
+        seconds=seconds,
+        events=tuple(follower.events),
+        partials=partials,
+    )
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll what other processes do to files until it holds. False when the time is up."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
+class _Follower:
+    """Watches a leg that runs."""
 
+    def __init__(self, leg: Leg, ranks: Ranks, reader: JournalReader, audience: Audience) -> None:
+        self._leg = leg
+        self._ranks = ranks
+        self._reader = reader
+        self._audience = audience
+        self._saboteur = None if leg.kill is None else Saboteur(leg, leg.kill, ranks.kill)
+        self._progress = time.monotonic()
+        self.events: list[Event] = []
+        self.killed: Killed | None = None
+        self.failed_rank: int | None = None
 
-def log_tail(leg: Leg) -> str:
-    """The last lines of a leg's output, indented, for an error message."""
-    lines = leg.paths.log(leg.number).read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    return "".join(f"\n    {line}" for line in lines)
+    def run(self) -> None:
+        """Return when all ranks have ended, or when some have failed and the others do not follow."""
+        while not self._ranks.ended(_POLL_SECONDS):
+            self.read()
+            self._strike()
+            if self.killed is None and self._has_failed() and not self._ranks.ended(_FOLLOW_SECONDS):
+                return
+            if time.monotonic() - self._progress > _STALL_SECONDS:
+                raise DemoFailed(f"{self._leg.title} did nothing for {_STALL_SECONDS:.0f} s{self._leg.log_tail()}")
+        if self.killed is None:
+            self._has_failed()
 
-
-def _follow(process: subprocess.Popen[bytes], leg: Leg, reader: JournalReader, audience: Audience) -> list[Event]:
-    events: list[Event] = []
-    progress = time.monotonic()
-    while True:
-        try:
-            process.wait(_POLL_SECONDS)
-            return events
-        except subprocess.TimeoutExpired:
-            pass
-        new = _read(leg, reader, audience)
-        events += new
+    def read(self) -> None:
+        """Take and show what is new in the journal."""
+        new = self._reader.read_new()
+        for event in new:
+            self._audience.show(self._leg, event)
+        self.events += new
         if new:
-            progress = time.monotonic()
-        elif time.monotonic() - progress > _STALL_SECONDS:
-            raise DemoFailed(f"{leg.title} did nothing for {_STALL_SECONDS:.0f} s{log_tail(leg)}")
+            self._progress = time.monotonic()
 
+    def _strike(self) -> None:
+        if self._saboteur is not None and self.killed is None:
+            self.killed = self._saboteur.look(self.events)
+            if self.killed is not None:
+                self._audience.show_kill(self._leg, self.killed)
 
-def _read(leg: Leg, reader: JournalReader, audience: Audience) -> list[Event]:
-    events = reader.read_new()
-    for event in events:
-        audience.show(leg, event)
-    return events
-
-
-def _command(leg: Leg) -> list[str]:
-    paths = leg.paths
-    command = [sys.executable, "-m", "trainer_hooks.demo.train", "--leg", str(leg.number), "--steps", str(leg.steps)]
-    command += ["--root", str(paths.root), "--journal", str(paths.journal), "--final-state", str(paths.final_state)]
-    if leg.tiny:
-        command.append("--tiny")
-    if leg.kill_in_save:
-        command += ["--kill-in-save", str(leg.kill_in_save)]
-    if leg.slow_writes:
-        command += ["--patience", str(leg.slow_writes.seconds / 4)]
-    if leg.kill_daemon:
-        command.append("--kill-daemon")
-    return command
-
-
-def _environment(leg: Leg) -> dict[str, str]:
-    """This process's own, except for what makes writes slow: only the demo decides that."""
-    kept = {name: value for name, value in os.environ.items() if name not in (_RATE_LIMIT, _CHUNK)}
-    return kept | (leg.slow_writes.environment() if leg.slow_writes else {})
+    def _has_failed(self) -> bool:
+        if self.failed_rank is None:
+            self.failed_rank = next((rank for rank, status in enumerate(self._ranks.statuses()) if status), None)
+        return self.failed_rank is not None

@@ -1,12 +1,11 @@
-"""What the demo trains and when it saves: every number in one frozen value.
+"""What the demo trains, on how many ranks, and when it saves: every number in one frozen value.
 
-Takes `--steps` and `--tiny`; gives a `Recipe` that the parent and every training process build alike from the same two
-options, so that nothing but file names has to be passed around.
+Takes `--steps`, `--tiny` and `--single`; gives a `Recipe` that the parent and every training process build alike from
+the same options, so that nothing but file names has to be passed around.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 SAVES = 6
@@ -18,9 +17,14 @@ DEFAULT_STEPS = 60
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. Two processes with equal recipes on one machine compute the same bits."""
+    """One training run. Two starts with equal recipes on one machine compute the same bits on every rank.
+
+    `batch` is that of one data-parallel replica; `tp` and `dp` are the sizes of the mesh of ranks.
+    """
 
     steps: int
+    tp: int
+    dp: int
     layers: int
     heads: int
     width: int
@@ -36,9 +40,14 @@ class Recipe:
     seed: int = 1234
 
     @property
+    def ranks(self) -> int:
+        """Training processes of one leg."""
+        return self.tp * self.dp
+
+    @property
     def samples(self) -> int:
-        """Samples in one epoch: a whole number of batches."""
-        return self.batch * self.epoch_batches
+        """Samples in one epoch: a whole number of batches for every replica."""
+        return self.batch * self.dp * self.epoch_batches
 
     @property
     def save_every(self) -> int:
@@ -52,12 +61,12 @@ class Recipe:
 
     @property
     def first_kill_step(self) -> int:
-        """The save in whose write the trainer is killed."""
+        """The save in whose write the trainers are killed."""
         return 2 * self.save_every
 
     @property
     def second_kill_step(self) -> int:
-        """The save in whose write the trainer and its daemon are killed."""
+        """The save in whose write the trainers and their daemon are killed."""
         return 4 * self.save_every
 
     def saves_at(self, step: int) -> bool:
@@ -65,21 +74,17 @@ class Recipe:
         return step % self.save_every == 0 or step == self.steps
 
 
-def make_recipe(*, steps: int, tiny: bool) -> Recipe:
-    """The demo's model (4 million parameters, 48 MB with AdamW's moments), or one of 1 MB for a quick test.
+def make_recipe(*, steps: int, tiny: bool, single: bool = False) -> Recipe:
+    """The demo's model (1.4 million parameters, 17 MB with AdamW's moments), or one of 1 MB for a quick test.
 
     Raises:
         ValueError: fewer steps than the demo needs for its saves and kills.
     """
     if steps < MINIMUM_STEPS:
         raise ValueError(f"--steps {steps}: the demo needs at least {MINIMUM_STEPS} steps for its {SAVES} saves")
+    tp, dp = (1, 1) if single else (2, 2)
     if tiny:
-        shape = Recipe(steps=steps, layers=2, heads=2, width=48, context=32, corpus_bytes=1 << 18)
+        shape = Recipe(steps, tp, dp, layers=2, heads=2, width=48, context=32, corpus_bytes=1 << 18)
     else:
-        shape = Recipe(steps=steps, layers=5, heads=4, width=256, context=64, corpus_bytes=1 << 20)
+        shape = Recipe(steps, tp, dp, layers=3, heads=4, width=192, context=64, corpus_bytes=1 << 20)
     return replace(shape, epoch_batches=max(1, int(steps * 0.4)))
-
-
-def training_threads() -> int:
-    """Compute threads of a training process: half of the cores it may use, since the daemon wants some as well."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer_hooks.demo.compare import Verdict
-from trainer_hooks.demo.journal import Committed, Killed, Saved, Started, Stepped, events_of
+from trainer_hooks.demo.journal import Committed, Saved, Started, Stepped, events_of
+from trainer_hooks.demo.leg import trainers
 from trainer_hooks.demo.legs import LegEnd
+from trainer_hooks.demo.recipe import Recipe
 
 _WIDTH_OF_A_FILE = 132
 
@@ -26,6 +28,7 @@ class LegRow:
     """One line of the table."""
 
     leg: str
+    ranks: str
     steps: str
     happened: str
     resumed: str
@@ -34,9 +37,13 @@ class LegRow:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians of the uninterrupted run. The step after a save is looked at apart: it may wait for the copy."""
+    """Medians of rank 0 of the uninterrupted run. The step after a save is looked at apart: it may wait for the copy.
 
-    file_bytes: int
+    `durable_seconds` is the median over the shards.
+    """
+
+    shards: int
+    shard_bytes: int
     save_seconds: float
     durable_seconds: float
     step_seconds: float
@@ -69,29 +76,26 @@ def print_report(report: Report, console: Console) -> None:
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE
     table = Table(box=box.ASCII2 if not console.is_terminal else box.ROUNDED)
-    for heading in ("leg", "steps", "what happened", "resumed from"):
+    for heading in ("leg", "ranks", "steps", "what happened", "resumed from"):
         table.add_column(heading, no_wrap=heading != "what happened")
     table.add_column("seconds", justify="right")
     for row in report.rows:
-        table.add_row(row.leg, row.steps, row.happened, row.resumed, f"{row.seconds:.1f}")
+        table.add_row(row.leg, row.ranks, row.steps, row.happened, row.resumed, f"{row.seconds:.1f}")
     console.print(table)
     for line in _summary(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _summary(report: Report) -> Iterable[str]:
-    timing, verdict = report.timing, report.verdict
-    size = timing.file_bytes / 1e6
+    timing = report.timing
+    shards = "" if timing.shards == 1 else f"{timing.shards} shards of "
     yield (
         f"save() call: {_ms(timing.save_seconds)}, durable on disk after: {_ms(timing.durable_seconds)} "
-        f"({size:.1f} MB; medians of the uninterrupted run)"
+        f"({shards}{timing.shard_bytes / 1e6:.1f} MB; medians of the uninterrupted run)"
     )
     yield f"training step: {_ms(timing.step_seconds)}, right after a save: {_ms(timing.step_after_save_seconds)}"
     yield f"killed run: writes slowed to {report.slowed_write_seconds:.1f} s each until the second kill"
-    if verdict.difference is None:
-        yield f"bit-equal: yes ({verdict.tensors} tensors, RNG states; loss, lr and batch of {verdict.steps} steps)"
-    else:
-        yield f"bit-equal: no: {verdict.difference}"
+    yield str(report.verdict)
 
 
 def _ms(seconds: float) -> str:
@@ -99,31 +103,40 @@ def _ms(seconds: float) -> str:
 
 
 def _row(end: LegEnd) -> LegRow:
-    steps = [event.step for event in events_of(Stepped, end.events)]
-    start = events_of(Started, end.events)[0]
+    steps = [event.step for event in events_of(Stepped, end.events, rank=0)]
+    starts = events_of(Started, end.events)
+    sources = sorted({event.source for event in starts if event.source is not None})
     return LegRow(
         leg=end.leg.title,
+        ranks=_ranks(end.leg.recipe),
         steps=f"{steps[0]} to {steps[-1]}",
         happened=_happened(end),
-        resumed="" if start.step is None else f"step {start.step}, {start.source}",
+        resumed="" if starts[0].step is None else f"step {starts[0].step}, {' and '.join(sources)}",
         seconds=end.seconds,
     )
 
 
+def _ranks(recipe: Recipe) -> str:
+    return "1" if recipe.ranks == 1 else f"{recipe.ranks} (tp {recipe.tp}, dp {recipe.dp})"
+
+
 def _happened(end: LegEnd) -> str:
-    for event in events_of(Killed, end.events):
-        whom = "trainer" if event.daemon_pid is None else "daemon and trainer"
-        return f"{whom} killed in the write of step {event.save_step}"
-    return "ran to the end"
+    if end.killed is None:
+        return "ran to the end"
+    whom = trainers(end.leg.recipe).removeprefix("the ")
+    if end.killed.daemon_pid is not None:
+        whom = f"daemon and {whom}"
+    return f"{whom} killed in the write of step {end.killed.save_step}"
 
 
 def _timing(end: LegEnd) -> Timing:
-    saves = events_of(Saved, end.events)
-    steps = events_of(Stepped, end.events)
+    saves = events_of(Saved, end.events, rank=0)
+    steps = events_of(Stepped, end.events, rank=0)
     commits = events_of(Committed, end.events)
     after = {event.step + 1 for event in saves}
     return Timing(
-        file_bytes=commits[-1].bytes,
+        shards=end.leg.recipe.tp,
+        shard_bytes=max(event.bytes for event in commits),
         save_seconds=median(event.seconds for event in saves),
         durable_seconds=median(event.seconds for event in commits),
         step_seconds=median(event.seconds for event in steps),

@@ -10,18 +10,24 @@ from typing import Any
 
 import torch
 
+from trainer_hooks import Topology
+
 try:
     import numpy
 except ImportError:
     numpy = None  # type: ignore[assignment]
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, torch and, where installed, NumPy."""
-    random.seed(seed)
-    torch.manual_seed(seed)
+def seed_everything(seed: int, topology: Topology) -> None:
+    """Seed the global generators of Python, torch and, where installed, NumPy.
+
+    Torch draws the dropout, another one on each rank. Python and NumPy draw what happens to the samples: alike on the
+    tensor-parallel ranks of a replica, which must see the same data, and differently on each replica.
+    """
+    torch.manual_seed(seed + topology.rank)
+    random.seed(seed + topology.dp_rank)
     if numpy is not None:
-        numpy.random.seed(seed)
+        numpy.random.seed(seed + topology.dp_rank)
 
 
 def draw(count: int, below: int) -> list[int]:

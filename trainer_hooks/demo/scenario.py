@@ -19,13 +19,21 @@ from trainer_hooks.demo.claims import (
     require_daemon_left,
     require_killed_in_write,
     require_resumed,
-    require_stump,
+    require_stumps,
     require_swept,
 )
 from trainer_hooks.demo.compare import Verdict, compare_checkpoint, compare_runs
-from trainer_hooks.demo.files import DaemonProcess, daemon_of, finished_steps, shard_path
-from trainer_hooks.demo.journal import Committed, JournalReader, Stepped, events_of, final_trajectory
-from trainer_hooks.demo.legs import Leg, LegEnd, RunPaths, SlowWrites, run_leg, wait_until
+from trainer_hooks.demo.files import DaemonProcess, complete_steps, serving, shard_path
+from trainer_hooks.demo.journal import (
+    Committed,
+    JournalReader,
+    Stepped,
+    events_of,
+    final_state_name,
+    final_trajectory,
+)
+from trainer_hooks.demo.leg import KillPlan, Leg, RunPaths, SlowWrites, wait_until
+from trainer_hooks.demo.legs import LegEnd, run_leg
 from trainer_hooks.demo.recipe import Recipe
 from trainer_hooks.demo.report import Report, make_report
 from trainer_hooks.demo.screen import Screen
@@ -35,7 +43,7 @@ _STEPS_IN_A_WRITE = 8
 _STOP_SECONDS = 30.0
 
 
-def play(recipe: Recipe, base: Path, *, tiny: bool, screen: Screen) -> Report:
+def play(recipe: Recipe, base: Path, *, tiny: bool, single: bool, screen: Screen) -> Report:
     """Run both runs under `base` and compare them.
 
     Raises:
@@ -44,9 +52,9 @@ def play(recipe: Recipe, base: Path, *, tiny: bool, screen: Screen) -> Report:
     alone = _paths(base, "uninterrupted", legs=1)
     killed = _paths(base, "killed", legs=3)
     with _no_daemon_left((alone.root, killed.root), screen):
-        reference = _uninterrupted(Leg(alone, 1, recipe.steps, tiny), screen)
+        reference = _uninterrupted(Leg(alone, 1, recipe, tiny, single), screen)
         slow = _slow_writes(reference)
-        ends = _killed_twice(Leg(killed, 1, recipe.steps, tiny), recipe, slow, screen)
+        ends = _killed_twice(Leg(killed, 1, recipe, tiny, single), slow, screen)
     screen.say("comparing the two runs")
     return make_report(reference, ends, slow.seconds, _verdict(reference, ends))
 
@@ -58,52 +66,54 @@ def _uninterrupted(leg: Leg, screen: Screen) -> LegEnd:
     return end
 
 
-def _killed_twice(first: Leg, recipe: Recipe, slow: SlowWrites, screen: Screen) -> list[LegEnd]:
+def _killed_twice(first: Leg, slow: SlowWrites, screen: Screen) -> list[LegEnd]:
     """The three legs of the killed run. The second and third must go on from what the kill before them left."""
     reader = JournalReader(first.paths.journal)
+    recipe, root = first.recipe, first.paths.root
     slowed = replace(first, slow_writes=slow)
 
-    one = run_leg(replace(slowed, kill_in_save=recipe.first_kill_step), reader, screen)
-    require_killed_in_write(one)
-    daemon = require_daemon_finishes(one, 30 + 10 * slow.seconds)
-    screen.say(f"its daemon, pid {daemon.pid}, has finished the write of step {recipe.first_kill_step} without it")
+    blow = KillPlan(recipe.first_kill_step, daemon_too=False)
+    one = run_leg(replace(slowed, kill=blow), reader, screen)
+    require_killed_in_write(one, blow)
+    daemon = require_daemon_finishes(one, blow.save_step, 30 + 10 * slow.seconds)
+    screen.say(f"their daemon, pid {daemon.pid}, has finished the write of step {blow.save_step} without them")
 
-    leg = replace(slowed, number=2, kill_in_save=recipe.second_kill_step, kill_daemon=True)
-    two = run_leg(leg, reader, screen)
+    blow = KillPlan(recipe.second_kill_step, daemon_too=True)
+    two = run_leg(replace(slowed, number=2, kill=blow), reader, screen)
     require_resumed(two, recipe.first_kill_step)
-    require_killed_in_write(two)
-    stump = require_stump(two)
-    screen.say(
-        f"nobody is left to finish step {recipe.second_kill_step}: its {stump.bytes:,} bytes stay as {stump.path.name}"
-    )
+    require_killed_in_write(two, blow)
+    stumps = require_stumps(two, blow.save_step)
+    left = ", ".join(f"{stump.bytes:,} bytes stay as {stump.path.name}" for stump in stumps)
+    screen.say(f"nobody is left to finish step {blow.save_step}: {left}")
 
-    newest = finished_steps(first.paths.root)[-1]
+    newest = complete_steps(root, recipe.tp)[-1]
     three = run_leg(replace(first, number=3), reader, screen)
     require_resumed(three, newest)
     require_clean_end(three)
     require_swept(three)
-    require_daemon_left(first.paths.root)
+    require_daemon_left(root)
     return [one, two, three]
 
 
 def _verdict(reference: LegEnd, ends: Sequence[LegEnd]) -> Verdict:
-    """Compare states and trajectories, then the killed run's last checkpoint with the state its last leg ended in."""
-    expected = final_trajectory(reference.events)
-    found = final_trajectory([event for end in ends for event in end.events])
-    paths = ends[-1].leg.paths
-    verdict = compare_runs(reference.leg.paths.final_state, paths.final_state, expected, found)
-    if verdict.difference is not None:
-        return verdict
-    last = found[reference.leg.steps]
-    checkpoint = shard_path(paths.root, last.step, last.epoch)
-    return replace(verdict, difference=compare_checkpoint(checkpoint, paths.final_state))
+    """Compare the two runs, then the shards of the killed run's last checkpoint with the state its ranks ended in."""
+    recipe, paths = reference.leg.recipe, ends[-1].leg.paths
+    verdict = compare_runs(reference.leg.paths.records, paths.records)
+    last = final_trajectory(ends[-1].events, rank=0)[recipe.steps]
+    for tp_rank in range(recipe.tp):
+        if verdict.difference is None:
+            shard = shard_path(paths.root, last.step, last.epoch, tp_rank=tp_rank, tp=recipe.tp)
+            state = paths.records / final_state_name(tp_rank)  # of data-parallel replica 0, which writes
+            verdict = replace(verdict, difference=compare_checkpoint(shard, state))
+    return verdict
 
 
 def _slow_writes(reference: LegEnd) -> SlowWrites:
     """By the measures of the run that was not slowed."""
     step_seconds = median(event.seconds for event in events_of(Stepped, reference.events))
     size = max(event.bytes for event in events_of(Committed, reference.events))
-    return SlowWrites(size, max(_SHORTEST_WRITE_SECONDS, _STEPS_IN_A_WRITE * step_seconds))
+    seconds = max(_SHORTEST_WRITE_SECONDS, _STEPS_IN_A_WRITE * step_seconds)
+    return SlowWrites(size, reference.leg.recipe.tp, seconds)
 
 
 def _paths(base: Path, name: str, *, legs: int) -> RunPaths:
@@ -120,13 +130,21 @@ def _no_daemon_left(roots: Sequence[Path], screen: Screen) -> Iterator[None]:
         yield
     finally:
         for root in roots:
-            daemon = daemon_of(root)
-            if daemon is not None and daemon.alive():
-                _stop(daemon, screen)
+            _stop_daemons(root, screen)
 
 
-def _stop(daemon: DaemonProcess, screen: Screen) -> None:
-    screen.say(f"stopping the daemon, pid {daemon.pid}")
-    daemon.signal(signal.SIGTERM)
-    if not wait_until(lambda: not daemon.alive(), _STOP_SECONDS):
-        screen.say(f"the daemon, pid {daemon.pid}, was told to stop, but has not yet")
+def _stop_daemons(root: Path, screen: Screen) -> None:
+    """Tell each once, also one that is only just starting; all trainers have ended before."""
+    told: set[DaemonProcess] = set()
+
+    def none_is_left() -> bool:
+        there = set(serving(root))
+        for daemon in there - told:
+            screen.say(f"stopping the daemon, pid {daemon.pid}")
+            daemon.signal(signal.SIGTERM)
+        told.update(there)
+        return not there
+
+    if not wait_until(none_is_left, _STOP_SECONDS):
+        pids = ", ".join(str(daemon.pid) for daemon in told)
+        screen.say(f"a daemon of {root} was told to stop, but has not yet: pid {pids}")
