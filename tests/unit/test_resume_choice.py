@@ -1,0 +1,178 @@
+"""What a resume tries, and what it says when there is nothing to try."""
+
+from __future__ import annotations
+
+import pytest
+from support.checkpoints import attempt, catalog, legacy, shard, shards, topologies
+
+from ckpt_service.catalog import Catalog, Shard
+from ckpt_service.errors import LayoutMismatch
+from ckpt_service.records import Attempt
+from trainer_hooks.choice import Choice, candidates, own_shard
+from trainer_hooks.topology import Topology
+
+ALONE = Topology()
+
+
+def chosen(found: Catalog, pp: int = 1, tp: int = 1, dp: int = 1, step: int | None = None) -> Choice:
+    """Return the choice, which must be the same on every rank."""
+    choices = [candidates(found, place, step, None) for place in topologies(pp, tp, dp)]
+    assert all(choice == choices[0] for choice in choices)
+    return choices[0]
+
+
+def tried(found: Catalog, pp: int = 1, tp: int = 1, dp: int = 1) -> list[int]:
+    return [checkpoint.id.step for checkpoint in chosen(found, pp, tp, dp).candidates]
+
+
+def line(*steps: int) -> tuple[list[Shard], Attempt]:
+    return [shard(1, n + 1, step) for n, step in enumerate(steps)], attempt(1)
+
+
+# --- without arguments ------------------------------------------------------------------------------------------------
+
+
+def test_newest_first() -> None:
+    files, record = line(9900, 10000, 50)
+    assert tried(catalog(files, record)) == [50, 10000, 9900]
+
+
+@pytest.mark.parametrize("files", [[], [shard(1, 1, 5, tp=2)]])
+def test_nothing_or_only_partial_sets_is_nothing(files: list[Shard]) -> None:
+    assert chosen(catalog(files, attempt(1)), tp=2) == Choice([], [])
+
+
+def test_ranks_that_have_come_further_go_back_to_what_all_have() -> None:
+    first = [file for n in (1, 2) for file in shards(1, n, n * 100, pp=2, tp=2)]
+    ahead = [shard(1, n, n * 100, pp=2, tp=2, stage=stage, tp_rank=0) for n in (3, 4) for stage in (0, 1)]
+    found = catalog([*first, *ahead], attempt(1), attempt(2))
+    assert tried(found, 2, 2, 2) == [200, 100]
+    for place in topologies(2, 2):
+        mine = own_shard(chosen(found, 2, 2).candidates[0], place)
+        assert (mine.stage, mine.tp_rank) == (place.stage, place.tp_rank)
+
+
+def test_only_the_lineage_is_tried() -> None:
+    """Neither what a roll-back abandoned, nor a run that was here before, nor another run's files."""
+    files = [shard(1, 1, 4900), shard(1, 2, 5000), shard(2, 1, 300), shard(2, 2, 310), shard(3, 1, 305)]
+    files += [shard(7, 1, 9000, run_id="other")]
+    known = (attempt(1), attempt(2), attempt(3, (2, 1), explicit=True), attempt(4, (3, 1)))
+    assert tried(catalog(files, *known)) == [305, 300]
+
+
+def test_a_roll_back_holds_also_before_its_first_save() -> None:
+    files = [shard(1, 1, 500), shard(1, 2, 600)]
+    assert tried(catalog(files, attempt(1), attempt(2, (1, 1), explicit=True))) == [500]
+    assert tried(catalog(files, attempt(1), attempt(2, (1, 1)))) == [600, 500]
+
+
+def test_a_damaged_one_is_passed_over_and_named() -> None:
+    files = [shard(1, 1, 100), shard(1, 2, 200, problem="short"), shard(1, 3, 300, problem="shorter")]
+    choice = chosen(catalog(files, attempt(1)))
+    assert [c.id.step for c in choice.candidates] == [100]
+    assert [(found.step, reason) for found, reason in choice.skipped] == [
+        (300, "stage 0 tp 0: shorter"),
+        (200, "stage 0 tp 0: short"),
+    ]
+
+
+def test_an_older_damaged_one_is_not_mentioned() -> None:
+    files = [shard(1, 1, 100, problem="short"), shard(1, 2, 200)]
+    assert chosen(catalog(files, attempt(1))).skipped == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [shard(1, 1, 100, problem="short")],
+        [legacy("ckpt_step_100_epoch_0.pt", problem="it is not a checkpoint (0 bytes)")],
+    ],
+)
+def test_all_damaged_is_not_the_same_as_nothing(files: list[Shard]) -> None:
+    choice = chosen(catalog(files, attempt(1)))
+    assert choice.candidates == []
+    assert [found.step for found, _ in choice.skipped] == [100]
+
+
+def test_after_the_service_directory_was_deleted_the_manifests_say_what_is_newest() -> None:
+    assert tried(catalog([shard(1, 1, 900), shard(2, 1, 100), shard(2, 2, 200)])) == [200, 100, 900]
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 4), (2, 2), (2, 1)])
+def test_another_layout_is_refused_naming_both(pp: int, tp: int) -> None:
+    found = catalog(shards(1, 1, 5, tp=2), attempt(1))
+    for place in topologies(pp, tp):
+        with pytest.raises(LayoutMismatch, match=rf"saved with pp=1 tp=2.*this run has pp={pp} tp={tp}"):
+            candidates(found, place, None, None)
+        with pytest.raises(LayoutMismatch):
+            candidates(found, place, 5, None)
+
+
+def test_another_number_of_replicas_is_fine() -> None:
+    assert tried(catalog(shards(1, 1, 5, tp=2), attempt(1)), tp=2, dp=3) == [5]
+
+
+def test_stale_files_of_a_wider_run_do_not_matter() -> None:
+    wide = shards(1, 1, 900, tp=4)
+    narrow = shards(2, 1, 5, tp=2)
+    assert tried(catalog([*wide, *narrow], attempt(1), attempt(2)), tp=2) == [5]
+    assert tried(catalog([*wide, *narrow]), tp=2) == [5]  # also where the records of the attempts are lost
+
+
+# --- legacy -----------------------------------------------------------------------------------------------------------
+
+
+def test_legacy_files_are_tried_by_epoch_and_step_when_there_is_nothing_else() -> None:
+    files = [legacy(f"ckpt_step_{step}_epoch_{epoch}.pt") for step, epoch in [(900, 1), (3, 2), (10, 2)]]
+    assert tried(catalog(files)) == [10, 3, 900]
+    assert tried(catalog([*files, shard(1, 1, 5)], attempt(1))) == [5]
+
+
+def test_a_legacy_step_needs_a_file_for_every_rank() -> None:
+    both = [legacy("ckpt_step_1_epoch_0.pt", stage=stage) for stage in (0, 1)]
+    assert tried(catalog([*both, legacy("ckpt_step_2_epoch_0.pt")]), pp=2) == [1]
+
+
+# --- by number --------------------------------------------------------------------------------------------------------
+
+
+def test_a_named_step_is_the_only_one_tried() -> None:
+    files, record = line(100, 200, 300)
+    assert [c.id.step for c in chosen(catalog(files, record), step=200).candidates] == [200]
+
+
+def test_of_a_step_that_was_saved_again_the_later_is_meant() -> None:
+    files = [shard(1, 1, 7, set_aside=True), shard(1, 2, 7, repeat=1)]
+    assert [c.id.sequence for c in chosen(catalog(files, attempt(1)), step=7).candidates] == [2]
+
+
+def test_an_unknown_step_is_answered_with_those_that_are_there() -> None:
+    files, record = line(100, 200)
+    with pytest.raises(ValueError, match=r"step=150: no such complete checkpoint; .*200:0, 100:0"):
+        candidates(catalog(files, record), ALONE, 150, None)
+    with pytest.raises(ValueError, match=r"step=150.*none"):
+        candidates(catalog([]), ALONE, 150, None)
+    with pytest.raises(ValueError, match=r"step=100, epoch=3"):
+        candidates(catalog(files, record), ALONE, 100, 3)
+
+
+def test_a_step_alone_that_names_several_asks_for_the_epoch() -> None:
+    files = [shard(1, n, 322, epoch) for n, epoch in ((1, 9), (2, 10))]
+    found = catalog(files, attempt(1))
+    with pytest.raises(ValueError, match=r"step=322: give the epoch as well, there are \[9, 10\]"):
+        candidates(found, ALONE, 322, None)
+    assert candidates(found, ALONE, 322, 9).candidates[0].id.epoch == 9
+
+
+@pytest.mark.parametrize(
+    ("step", "why"), [(10, "foreign"), (30, "abandoned"), (40, "partial"), (50, "damaged: stage 0 tp 0: short")]
+)
+def test_a_step_that_cannot_be_resumed_is_refused_with_its_state(step: int, why: str) -> None:
+    files = [*shards(1, 1, 10, tp=2), *shards(2, 1, 20, tp=2), *shards(2, 2, 30, tp=2), shard(3, 2, 40, tp=2)]
+    files += [shard(3, 1, 50, tp=2, problem="short"), shard(3, 1, 50, tp=2, tp_rank=1)]
+    found = catalog(files, attempt(1), attempt(2), attempt(3, (2, 1), explicit=True))
+    with pytest.raises(ValueError, match=f"step={step}.*it is {why}"):
+        candidates(found, Topology(0, 1, 1, 2), step, None)
