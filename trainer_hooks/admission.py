@@ -77,25 +77,30 @@ class Admission:
                     step=step,
                     hint="look at the status file and the daemon's log",
                 )
-            victim = _oldest_of_all([ballot.waiting for ballot in ballots])
-            if victim is None or not self._drop(victim):
+            if not any(self._drop(sequence) for sequence in _common([ballot.waiting for ballot in ballots])):
                 time.sleep(_PAUSE_SECONDS)  # until a write ends somewhere; the next round asks again
 
     def _vote(self, began: float) -> list[_Ballot]:
         waiting = self._client.replaceable() if self._client is not None else []
         mine = _Ballot(room=self._pool.has_room(), stalled=not self.may_wait(began), waiting=waiting)
-        return [_Ballot.model_validate_json(answer) for answer in self._voters.gather(mine.model_dump_json().encode())]
+        return [_Ballot.model_validate_json(answer) for answer in self._gather(mine.model_dump_json().encode())]
+
+    def _gather(self, mine: bytes) -> list[bytes]:
+        try:
+            return self._voters.gather(mine)
+        except RuntimeError as error:  # gloo's word for a rank that has died
+            raise SaveFailed(f"the ranks could not vote on this save: {error}", op="save") from error
 
     def _drop(self, sequence: int) -> bool:
         """Drop a set if every rank could park its part of it."""
         assert self._client is not None
         parked = self._client.park(sequence)
-        drop = b"0" not in self._voters.gather(b"1" if parked else b"0")
+        drop = b"0" not in self._gather(b"1" if parked else b"0")
         if parked:
             self._client.unpark(sequence, drop=drop)
         return drop
 
 
-def _oldest_of_all(waiting: Sequence[Sequence[int]]) -> int | None:
-    """Return the oldest set that waits on every rank, None if there is none."""
-    return min(set(waiting[0]).intersection(*waiting[1:]), default=None)
+def _common(waiting: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sets that wait on every rank, oldest first: the same on all, so all try them in the same order."""
+    return sorted(set(waiting[0]).intersection(*waiting[1:]))

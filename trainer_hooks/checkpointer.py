@@ -150,16 +150,20 @@ class Checkpointer:
         if self._run.attempt is None:
             self._run.begin()
         self._warn_of_strangers()
-        self._last = ticket = SaveTicket(step, epoch)
+        ticket = SaveTicket(step, epoch)
         manifest = self._manifest(step, epoch)
         if not self._run.topology.is_writer:
             self._contribute(manifest, tracked=state is None)
             ticket.resolve(None)
             return ticket
+        if not self._saver.admit(ticket, final=final):  # before anything that may fail on this rank alone: it may vote
+            self._last = ticket
+            return ticket
         shared = state is None and manifest.dp > 1
         if state is None:
             state = {"epoch": epoch, "step": step, "stage": manifest.stage, **self._tracked.collect()}
         plan = blueprint(layout.plan(state, self._allowed))
+        self._last = ticket
         self._saver.save(plan, manifest, ticket, with_replicas=shared, final=final)
         return ticket
 

@@ -51,15 +51,24 @@ class Saver:
         votes = on_full != "block" and run.attempt is not None and place.pp * place.tp > 1
         self._admission = Admission(on_full, self._pool, client, run.writers() if votes else Solo())
 
-    def save(
-        self, plan: Blueprint, manifest: ShardManifest, ticket: SaveTicket, *, with_replicas: bool, final: bool
-    ) -> None:
-        """Copy the state and see to its delivery; the outcome goes to the ticket."""
-        manifest = manifest.model_copy(update={"tensors": plan.plan.tensors})
+    def admit(self, ticket: SaveTicket, *, final: bool) -> bool:
+        """Let ``on_full`` decide whether this snapshot is made; a refusal goes to the ticket. It may vote."""
         failures = self._failures  # not self: the thread that ends a ticket must not keep a trainer's tensors alive
         ticket.committed.add_done_callback(lambda future: _note(failures, future.exception()))
         try:
-            slot = self._slot(plan, manifest, reserve=_RESERVE_BYTES * (manifest.dp - 1), final=final)
+            self._admission.wait(ticket.step, final=final)
+        except SaveFailed as error:
+            ticket.fail(error)
+            return False
+        return True
+
+    def save(
+        self, plan: Blueprint, manifest: ShardManifest, ticket: SaveTicket, *, with_replicas: bool, final: bool
+    ) -> None:
+        """Copy an admitted state and see to its delivery; the outcome goes to the ticket."""
+        manifest = manifest.model_copy(update={"tensors": plan.plan.tensors})
+        try:
+            slot = self._slot(plan, manifest, reserve=_RESERVE_BYTES * (manifest.dp - 1))
         except SaveFailed as error:
             ticket.fail(error)
             return
@@ -106,8 +115,7 @@ class Saver:
 
     # --- on the training thread ---------------------------------------------------------------------------------------
 
-    def _slot(self, plan: Blueprint, manifest: ShardManifest, *, reserve: int, final: bool) -> Slot:
-        self._admission.wait(manifest.step, final=final)
+    def _slot(self, plan: Blueprint, manifest: ShardManifest, *, reserve: int) -> Slot:
         began = time.monotonic()
         slot = self._pool.take(plan.layout.nbytes + reserve, lambda: self._admission.may_wait(began))
         if slot is None:
