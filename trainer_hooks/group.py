@@ -189,6 +189,9 @@ class _Member:
         return self.is_here and self.is_alive and self.pid != os.getpid()
 
 
+_joined: set[str] = set()  # the sessions that this process has been in
+
+
 class LaunchGroup:
     """The ranks of one launch without ``torch.distributed``: they meet in a directory that all of them see.
 
@@ -236,33 +239,39 @@ class LaunchGroup:
                 os.unlink(self._path("session"))
             write_small(self._left(self._topology.rank), b"", durable=False)
             if all(os.path.exists(self._left(rank)) for rank in range(self._topology.world_size)):
-                for name in os.listdir(self._directory):
-                    if name.startswith(f"{self._nonce}."):
+                # The marks of leaving go last: as long as a claim is seen, so is that its session is over.
+                mine = [name for name in os.listdir(self._directory) if name.startswith(f"{self._nonce}.")]
+                for name in sorted(mine, key=lambda name: ".left." in name):
+                    with contextlib.suppress(FileNotFoundError):  # another rank is clearing away as well
                         os.unlink(self._path(name))
                 os.rmdir(self._directory)
 
     def _announce(self) -> str:
         known = _Member.read(self._path("session"))
         again = known is not None and known == _Member.me(known.nonce)  # this process, after a Checkpointer before
-        if not again and any(member.is_another for member in _members(self._directory)):
+        if not again and any(member.is_another for member in _members(self._directory, closed=False)):
             raise self._taken()
         _sweep(os.path.dirname(self._directory))
-        make_directories(self._directory)
         mine = _Member.me(secrets.token_hex(8))
-        write_small(self._path("session"), mine.content, durable=False)
-        return mine.nonce
+        while True:
+            make_directories(self._directory)
+            with contextlib.suppress(FileNotFoundError):  # the last one of an earlier session has just taken it away
+                write_small(self._path("session"), mine.content, durable=False)
+                return mine.nonce
 
     def _join(self) -> str:
         deadline = time.monotonic() + self._patience_seconds
         while time.monotonic() < deadline:
             session = _Member.read(self._path("session"))
-            if session is not None and (session.is_alive or not session.is_here):
-                mine, claim = _Member.me(session.nonce), self._path(f"{session.nonce}.claim.{self._topology.rank}")
+            # One that this process was in before is over, or about to be: rank 0 has yet to begin again.
+            if session is not None and session.nonce not in _joined and (session.is_alive or not session.is_here):
+                claim = self._path(f"{session.nonce}.claim.{self._topology.rank}")
                 with contextlib.suppress(FileNotFoundError):  # rank 0 sweeps what an earlier launch has left
-                    if create_small(claim, mine.content):
+                    if create_small(claim, _Member.me(session.nonce).content):
+                        _joined.add(session.nonce)
                         return session.nonce
-                if session.is_here and _Member.read(claim) not in (None, mine):  # mine: rank 0 has yet to begin again
-                    raise self._taken()
+                    if session.is_here:
+                        raise self._taken()
             time.sleep(_POLL_SECONDS)
         raise CkptError(
             f"rank {self._topology.rank} waited {self._patience_seconds:g} s for rank 0 of this launch",
@@ -306,22 +315,22 @@ class LaunchGroup:
         raise CkptError(f"rank {rank} {why}", op="agree", hint="restart all ranks together")
 
 
-def _members(directory: str) -> list[_Member]:
-    """Return all processes that have announced or claimed something in a meeting place, in sessions not closed."""
+def _members(directory: str, *, closed: bool) -> list[_Member]:
+    """Return all processes that have announced or claimed something in a meeting place, also in ``closed`` sessions."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    closed = {name.partition(".")[0] for name in names if name.endswith(".left.0")}
+    over = {name.partition(".")[0] for name in names if name.endswith(".left.0")}
     found = [_Member.read(os.path.join(directory, name)) for name in names if name == "session" or ".claim." in name]
-    return [member for member in found if member is not None and member.nonce not in closed]
+    return [member for member in found if member is not None and (closed or member.nonce not in over)]
 
 
 def _sweep(launches: str) -> None:
     """Take away the meeting places whose ranks have all died on this host."""
     for entry in os.listdir(launches) if os.path.isdir(launches) else []:
         directory = os.path.join(launches, entry)
-        members = _members(directory)
+        members = _members(directory, closed=True)
         if members and all(member.is_here and not member.is_alive for member in members):
             shutil.rmtree(directory, ignore_errors=True)
 

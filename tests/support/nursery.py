@@ -57,7 +57,8 @@ class Forked:
     def kill(self) -> None:
         """SIGKILL, if it runs."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since, and the report is on its way
+                os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
         """Give it its last input; return the rest of its output and errors once it has ended."""
