@@ -203,10 +203,9 @@ def _sorted_out(shards: Iterable[Shard]) -> tuple[Iterable[list[Shard]], Iterabl
 def _believed(evidence: Evidence) -> Reports:
     """Return the reports without what the files of the same rank must know better: an older one that is not there."""
     listed: dict[tuple[Kind, int, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for shard in evidence.shards:
-        if m := shard.manifest:
-            rank = (m.kind, m.stage, m.tp_rank)
-            listed[rank] = max(listed[rank], (m.attempt, m.sequence))
+    for m in (shard.manifest for shard in evidence.shards if shard.manifest is not None):
+        rank = (m.kind, m.stage, m.tp_rank)
+        listed[rank] = max(listed[rank], (m.attempt, m.sequence))
     return {rank: [save for save in saves if save > listed[rank]] for rank, saves in evidence.committed.items()}
 
 
@@ -271,7 +270,7 @@ def _run_id(attempts: Sequence[Attempt], sets: Sequence[Checkpoint]) -> str | No
     return max(sets, key=lambda c: (c.id.attempt, c.id.sequence, c.run_id or "")).run_id if sets else None
 
 
-# --- lineage ----------------------------------------------------------------------------------------------------------
+# --- lineage and states -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,10 @@ class Lineage:
             return cls(None, {}, records, None)
         parents = _parents(heads, records, sets)
         reach: dict[int, float] = {}
+        since = 0
         for number in reversed(heads):
+            if number < since:
+                break  # what counted when the one after it resumed has no file left
             ancestor: tuple[int, float] | None = (number, math.inf)
             while ancestor is not None:
                 reach[ancestor[0]] = max(ancestor[1], reach.get(ancestor[0], -1))
@@ -305,6 +307,7 @@ class Lineage:
             resumed = _resumed(number, records)
             if number in filled or number not in parents or (resumed is not None and resumed.explicit):
                 break
+            since = parents[number][0]
         start = _resumed(heads[-1], records) if heads[-1] not in filled else None
         return cls(heads[-1], reach, records, (start.attempt, start.sequence) if start else None)
 
@@ -346,9 +349,6 @@ def _resumed(number: int, records: Mapping[int, Attempt]) -> Origin | None:
     """Return what an attempt resumed from; None for a fresh start, for a lost record, and for nonsense."""
     origin = records[number].resumed_from if number in records else None
     return origin if origin is not None and origin.attempt < number else None
-
-
-# --- states -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class RetentionPolicy:
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"keep_every={every!r}: it must be None or a whole number of at least 1")
 
+    def keeps_step(self, step: int) -> bool:
+        """Return whether ``keep_every`` asks for this step."""
+        return self.keep_every is not None and step % self.keep_every == 0
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -63,10 +67,14 @@ def plan(policy: RetentionPolicy, catalog: Catalog, *, kind: Kind, stage: int, t
     for checkpoint in complete:
         newest.setdefault(_place(checkpoint), checkpoint)
     counted = [c for c in complete if not c.pinned and newest[_place(c)] is c]
+    abandoned = [c for c in history if c.state is State.ABANDONED and not c.pinned]
+    last = counted[: policy.keep_last]
+    room = policy.keep_last - sum(not policy.keeps_step(c.id.step) for c in last)
     view = _View(
         policy,
         newest=complete[0] if complete else None,
-        last=frozenset(counted[: policy.keep_last]),
+        last=frozenset(last),
+        spared=frozenset(abandoned[:room]),
         replaced=frozenset(c for c in complete if newest[_place(c)] is not c),
         origin=catalog.origin if kind == "train" else None,
     )
@@ -86,6 +94,7 @@ class _View:
     policy: RetentionPolicy
     newest: Checkpoint | None
     last: frozenset[Checkpoint]
+    spared: frozenset[Checkpoint]
     replaced: frozenset[Checkpoint]
     origin: tuple[int, int] | None
 
@@ -114,7 +123,7 @@ def _decide(checkpoint: Checkpoint, view: _View) -> tuple[bool, str]:
             return False, "saved again since"
         case State.COMPLETE if checkpoint in view.last:
             return True, f"one of the last {policy.keep_last}"
-        case State.COMPLETE if policy.keep_every is not None and step % policy.keep_every == 0:
+        case State.COMPLETE if policy.keeps_step(step):
             return True, f"step divisible by {policy.keep_every}"
         case State.COMPLETE:
             return False, f"older than the last {policy.keep_last}"
@@ -122,7 +131,7 @@ def _decide(checkpoint: Checkpoint, view: _View) -> tuple[bool, str]:
             return True, "it can still complete"
         case State.DEAD:
             return False, "it can no longer complete"
-        case State.ABANDONED if view.is_outlived(checkpoint):
+        case State.ABANDONED if view.is_outlived(checkpoint) or checkpoint not in view.spared:
             return False, checkpoint.reason or "abandoned"
         case State.DAMAGED if view.is_outlived(checkpoint):
             return False, "damaged, and a newer checkpoint is complete"

@@ -192,6 +192,7 @@ FROM_TRAINERS: list[dict[str, Any]] = [
     {"type": "park", "snapshot_id": "4-13-0-1"},
     {"type": "unpark", "snapshot_id": "4-13-0-1", "drop": True},
     {"type": "peers", "ranks": [{"stage": 0, "tp_rank": 1, "holds": [[4, 12], [4, 13]]}]},
+    {"type": "lost", "manifest": MANIFEST, "skipped": False, "message": "no", "code": "EIO", "hint": None},
     {"type": "goodbye"},
 ]
 FROM_DAEMONS: list[dict[str, Any]] = [

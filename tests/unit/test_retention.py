@@ -257,6 +257,15 @@ def test_what_a_roll_back_abandoned_goes_once_something_after_it_is_complete() -
     assert kept(planned(catalog(files, *known))) == [5, 7, 8]
 
 
+def test_abandoned_ones_wait_only_in_the_places_that_keep_last_leaves() -> None:
+    """Where ranks hear late of each other, more may be there at the roll-back than the policy keeps."""
+    files = saved(1, 2, 3, 4)
+    rolled = catalog(files, attempt(1), attempt(2, (1, 1), explicit=True))
+    assert kept(planned(rolled)) == [1, 4]
+    assert kept(planned(rolled, RetentionPolicy(1))) == [1]
+    assert kept(planned(rolled, RetentionPolicy(1, 1))) == [1, 4]  # the one that keep_every keeps takes no place
+
+
 def test_saved_again_is_one_entry() -> None:
     """The earlier one is set aside only until the later one is complete, and never takes a place of keep_last."""
     aside = [shard(1, 2, 2, tp=2, tp_rank=rank, set_aside=True) for rank in (0, 1)]
