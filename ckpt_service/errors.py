@@ -91,6 +91,10 @@ class DamagedCheckpoint(CkptError):
     """A file is short, fails its checksum, or is not what its name says."""
 
 
+class UntrustedClass(CkptError):
+    """The checkpoint is whole and holds an object of a class that ``trust`` does not allow; nothing was loaded."""
+
+
 class NoUsableCheckpoint(CkptError):
     """There are checkpoints, and every one of them is damaged."""
 

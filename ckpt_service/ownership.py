@@ -26,13 +26,14 @@ def host_name(environ: Mapping[str, str]) -> str:
 
 
 def pid_start(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot (proc(5), field 22 of stat); None if it is gone.
+    """Return when a process started, in clock ticks since boot (proc(5), field 22 of stat); None if it has ended.
 
-    Together with the pid it names a process for good, since pids are used again.
+    Together with the pid it names a process for good, since pids are used again. A zombie has ended.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
 

@@ -352,6 +352,17 @@ class Peers(_Message):
     ranks: list[RankHolds]
 
 
+class Lost(_Message):
+    """A save of this client failed, or was skipped, before its snapshot could be handed over; for the status."""
+
+    type: Literal["lost"] = "lost"
+    manifest: ShardManifest
+    skipped: bool
+    message: str
+    code: str | None = None
+    hint: str | None = None
+
+
 class Goodbye(_Message):
     """A clean close: this client needs the daemon no longer, once all is written."""
 
@@ -434,7 +445,7 @@ class Settled(_Message):
     bytes_done: Count
 
 
-ClientMessage = Hello | Offer | Settle | Park | Unpark | Peers | Goodbye
+ClientMessage = Hello | Offer | Settle | Park | Unpark | Peers | Lost | Goodbye
 DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Parked | Settled
 
 client_messages: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="type")])

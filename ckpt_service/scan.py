@@ -43,6 +43,19 @@ def parse_manifest(head: bytes | memoryview) -> ShardManifest | None:
         raise DamagedCheckpoint(f"its manifest cannot be read: {error}") from error
 
 
+def is_legacy(head: bytes) -> bool:
+    """Return whether a file that starts with ``head`` is one that the old trainer wrote, with ``torch.save``."""
+    try:
+        without = parse_manifest(head) is None
+    except DamagedCheckpoint:
+        return False
+    return without and head.startswith((_ZIP_MAGIC, _PICKLE_MAGIC)) and not _was_ours(head)
+
+
+def _was_ours(head: bytes) -> bool:
+    return b'"format_version"' in head and b'"run_id"' in head
+
+
 def inspect(path: str, name: ShardName, stage: int) -> Shard | None:
     """Return what the file at ``path`` is, judged by its name, head and size; None if it is gone."""
     try:
@@ -68,10 +81,11 @@ def inspect(path: str, name: ShardName, stage: int) -> Shard | None:
 
 def _problem(head: bytes, manifest: ShardManifest | None, name: ShardName, stage: int, size: int) -> str | None:
     if manifest is None:
-        if b'"format_version"' in head and b'"run_id"' in head:
+        if is_legacy(head):
+            return None
+        if _was_ours(head):
             return "its head is damaged: the manifest is not where it should be"
-        known = head.startswith((_ZIP_MAGIC, _PICKLE_MAGIC))
-        return None if known else f"it is not a checkpoint ({size} bytes)"
+        return f"it is not a checkpoint ({size} bytes)"
     if size != manifest.bytes:
         return f"it has {size} bytes instead of {manifest.bytes}"
     said = (manifest.kind, manifest.stage, manifest.tp_rank)

@@ -190,6 +190,8 @@ class Server:
                 self._on_unpark(client, name, drop=drop)
             case records.Peers(ranks=ranks) if client.trains:
                 await self._on_peers(ranks)
+            case records.Lost() if client.trains:
+                self._on_lost(message)
             case records.Goodbye():
                 client.left_cleanly = True
                 if client.trains:
@@ -256,6 +258,14 @@ class Server:
             await self._on_thread(functools.partial(write_small, path, content))
         except OSError as error:
             log.warning("what other hosts hold could not be written to %s: %s", path, error)
+
+    def _on_lost(self, lost: records.Lost) -> None:
+        if lost.skipped:
+            self._ledger.counts["skipped"] += 1
+        else:
+            error = CkptError(lost.message, op="save", code=lost.code, hint=lost.hint)
+            self._ledger.failed(lost.manifest, error, datetime.now(timezone.utc), final=True)
+        self._publisher.changed()
 
     def _key_of(self, client: Client, name: str) -> JobKey | None:
         """Return the job of this client that has this name."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ckpt_service import image, naming, scan
 from ckpt_service.checksum import crc32
@@ -229,7 +230,7 @@ def commit(
 def _rename(snapshot: Snapshot, partial: str, directory: Directory) -> None:
     """Give the file its final name. One process at a time looks what is there and renames."""
     with directory.locked():
-        there = _manifest_at(directory, snapshot.final_name)
+        there = _look_at(directory, snapshot.final_name)
         _give_way(snapshot, there, directory)
         _set_aside(snapshot, there, directory)
         directory.replace(partial, snapshot.final_name)
@@ -247,13 +248,13 @@ def sweep(directory: Directory, is_dead: Callable[[naming.PartialName], bool]) -
 
 def _present(snapshot: Snapshot, directory: Directory) -> bool:
     """Return whether the final name already holds this very snapshot."""
-    found = _manifest_at(directory, snapshot.final_name)
+    found = _look_at(directory, snapshot.final_name)
     return found == snapshot.manifest
 
 
-def _give_way(snapshot: Snapshot, there: ShardManifest | None, directory: Directory) -> None:
+def _give_way(snapshot: Snapshot, there: ShardManifest | Literal["legacy"] | None, directory: Directory) -> None:
     mine = snapshot.manifest
-    if there is None or there.run_id != mine.run_id:
+    if there is None or there == "legacy" or there.run_id != mine.run_id:
         return
     if (there.attempt, there.sequence) > (mine.attempt, mine.sequence):
         raise SnapshotSuperseded(
@@ -264,24 +265,31 @@ def _give_way(snapshot: Snapshot, there: ShardManifest | None, directory: Direct
         )
 
 
-def _set_aside(snapshot: Snapshot, there: ShardManifest | None, directory: Directory) -> None:
+def _set_aside(snapshot: Snapshot, there: ShardManifest | Literal["legacy"] | None, directory: Directory) -> None:
     """Keep the shard that is about to be replaced: its set may be the only complete one until ours is.
 
-    A set of one file is complete with the rename itself, so nothing has to be kept for it.
+    A set of one file is complete with the rename itself, so nothing has to be kept of an earlier save of the same
+    attempt; what another attempt (maybe of another run) or the old trainer wrote is kept until retention decides.
     """
     mine, final = snapshot.manifest, snapshot.final_name
-    if there is None or there == mine or (mine.pp * mine.tp == 1 and there.pp * there.tp == 1):
+    if there is None or there == mine:
+        return
+    attempt, sequence = (0, 0) if there == "legacy" else (there.attempt, there.sequence)
+    if there != "legacy" and mine.pp * mine.tp == there.pp * there.tp == 1 and attempt == mine.attempt:
         return
     with contextlib.suppress(FileExistsError):  # a crash came between this link and the rename
-        directory.link(final, naming.kept(final, attempt=there.attempt, sequence=there.sequence))
+        directory.link(final, naming.kept(final, attempt=attempt, sequence=sequence))
 
 
-def _manifest_at(directory: Directory, name: str) -> ShardManifest | None:
+def _look_at(directory: Directory, name: str) -> ShardManifest | Literal["legacy"] | None:
+    """Return the manifest of the shard that has this name, "legacy" if the old trainer wrote it, None for all else."""
     try:
         head = directory.head(name, image.MANIFEST_END)
-        return scan.parse_manifest(head) if head is not None else None
+        if head is None:
+            return None
+        return scan.parse_manifest(head) or ("legacy" if scan.is_legacy(head) else None)
     except (OSError, DamagedCheckpoint):
-        return None  # whatever it is, it is not a newer checkpoint of ours
+        return None  # whatever it is, it is not a checkpoint of ours that anybody could load
 
 
 @contextlib.contextmanager

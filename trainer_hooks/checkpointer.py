@@ -156,7 +156,9 @@ class Checkpointer:
             self._contribute(manifest, tracked=state is None)
             ticket.resolve(None)
             return ticket
-        if not self._saver.admit(ticket, final=final):  # before anything that may fail on this rank alone: it may vote
+        if not self._saver.admit(
+            manifest, ticket, final=final
+        ):  # before anything that may fail on this rank alone: it may vote
             self._last = ticket
             return ticket
         shared = state is None and manifest.dp > 1
@@ -183,6 +185,7 @@ class Checkpointer:
         Raises:
             ValueError: the named checkpoint is not there.
             NoUsableCheckpoint: there are checkpoints, and all are damaged.
+            UntrustedClass: the checkpoint holds an object of a class that ``trust`` does not name.
             LayoutMismatch: they were saved with another pp or tp.
             StateMismatch: on some rank the checkpoint does not fit what is tracked.
         """
@@ -205,7 +208,7 @@ class Checkpointer:
         self._run.agree(lambda: self._checked(mine, strict=strict), b"", kind=StateMismatch)
         if point.attempt:
             self._run.note_origin(Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None))
-        self._tracked.restore(mine)
+        self._run.agree(lambda: self._restored(mine), b"", kind=StateMismatch)
         if loaded.replica is None and self._run.topology.dp_rank > 0 and self._tracked:
             self._seed(point)
         return point
@@ -367,6 +370,10 @@ class Checkpointer:
     def _checked(self, state: Any, *, strict: bool) -> bytes:
         if self._tracked:
             self._tracked.check(state, strict=strict)
+        return b""
+
+    def _restored(self, state: Any) -> bytes:
+        self._tracked.restore(state)
         return b""
 
     def _seed(self, point: ResumePoint) -> None:

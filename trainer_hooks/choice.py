@@ -32,8 +32,9 @@ def candidates(catalog: Catalog, topology: Topology, step: int | None, epoch: in
     """
     history = catalog.of_kind("train")
     usable = [checkpoint for checkpoint in history if checkpoint.state is State.COMPLETE]
+    legacy = [c for c in history if c.state is State.LEGACY and c.ranks == _all(topology)]
     if step is not None:
-        named = _named(usable, history, step, epoch)
+        named = _named(usable or legacy, history, step, epoch)
         _require_layout(named, topology)
         return Choice([named], [])
     if usable:
@@ -42,7 +43,7 @@ def candidates(catalog: Catalog, topology: Topology, step: int | None, epoch: in
         if partial := [checkpoint for checkpoint in history if checkpoint.state in (State.PARTIAL, State.DEAD)]:
             _require_layout(partial[0], topology)  # it may look partial only because there are other ranks now
         # Nobody can tell how many files the old trainer wrote, but every rank needs one, or they would part ways here.
-        usable = [c for c in history if c.state is State.LEGACY and c.ranks >= _all(topology)]
+        usable = legacy
     damaged = [checkpoint for checkpoint in history if checkpoint.state is State.DAMAGED]
     passed = [c for c in damaged if not usable or _may_be_newer(c, usable[0])]
     return Choice(usable, [(c.id, c.reason or "damaged") for c in passed])
@@ -89,7 +90,8 @@ def _named(usable: Sequence[Checkpoint], history: Sequence[Checkpoint], step: in
 
 def _require_layout(checkpoint: Checkpoint, topology: Topology) -> None:
     manifest = checkpoint.shards[0].manifest
-    assert manifest is not None
+    if manifest is None:
+        return  # a legacy file does not say how it was split
     if (manifest.pp, manifest.tp) != (topology.pp, topology.tp):
         raise LayoutMismatch(
             f"step {checkpoint.id.step} was saved with pp={manifest.pp} tp={manifest.tp}, "

@@ -19,7 +19,14 @@ from pathlib import Path
 
 from ckpt_service import wire
 from ckpt_service.config import ServiceConfig
-from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable, SnapshotSuperseded
+from ckpt_service.errors import (
+    CkptError,
+    SaveFailed,
+    ServiceUnavailable,
+    SnapshotSkipped,
+    SnapshotSuperseded,
+    from_os_error,
+)
 from ckpt_service.records import (
     Accepted,
     Committed,
@@ -27,6 +34,7 @@ from ckpt_service.records import (
     Failed,
     Goodbye,
     Hello,
+    Lost,
     Offer,
     Park,
     Parked,
@@ -34,6 +42,7 @@ from ckpt_service.records import (
     Refused,
     Settle,
     Settled,
+    ShardManifest,
     Unpark,
 )
 from ckpt_service.storage import LocalDirectory
@@ -59,7 +68,7 @@ class Pending:
     done: Callable[[bool], None]
 
 
-_Outgoing = Pending | Settle | Park | Unpark | Goodbye
+_Outgoing = Pending | Settle | Park | Unpark | Lost | Goodbye
 
 
 class ServiceClient:
@@ -95,6 +104,12 @@ class ServiceClient:
                 self._progress_at = time.monotonic()
             self._pending[pending.offer.manifest.snapshot_id] = pending
         self._post(pending)
+
+    def report_lost(self, manifest: ShardManifest, error: CkptError) -> None:
+        """Have the status say that a save failed, or was skipped, before it could be handed over."""
+        skipped = isinstance(error, SnapshotSkipped)
+        message = str(error.args[0])
+        self._post(Lost(manifest=manifest, skipped=skipped, message=message, code=error.code, hint=error.hint))
 
     def is_stalled(self, since: float) -> bool:
         """Return whether nothing has moved for ``stall_seconds``, counted from ``since`` at the earliest."""
@@ -236,12 +251,10 @@ class ServiceClient:
         try:
             directory = LocalDirectory.open(pending.offer.directory)
         except OSError as error:
-            step = pending.offer.manifest.step
-            self._conclude(
-                pending.offer.manifest.snapshot_id,
-                SaveFailed(f"step {step}: {pending.offer.directory} cannot be opened: {error}", op="offer", step=step),
-                by_daemon=False,
-            )
+            manifest = pending.offer.manifest
+            failure = from_os_error(error, op=f"saving step {manifest.step}", kind=SaveFailed, step=manifest.step)
+            self.report_lost(manifest, failure)
+            self._conclude(manifest.snapshot_id, failure, by_daemon=False)
             return
         self._pass_news_on()
         with directory:
@@ -298,7 +311,7 @@ class ServiceClient:
             case Progress():
                 pass
 
-    def _conclude(self, name: str, outcome: Path | SaveFailed, *, by_daemon: bool = True) -> None:
+    def _conclude(self, name: str, outcome: Path | CkptError, *, by_daemon: bool = True) -> None:
         with self._changed:
             pending = self._pending.pop(name, None)
         if pending is not None:
@@ -306,7 +319,7 @@ class ServiceClient:
         with self._changed:
             self._changed.notify_all()
 
-    def _end(self, pending: Pending, outcome: Path | SaveFailed, *, by_daemon: bool) -> None:
+    def _end(self, pending: Pending, outcome: Path | CkptError, *, by_daemon: bool) -> None:
         pending.done(by_daemon)
         if isinstance(outcome, Path):
             pending.ticket.resolve(outcome)

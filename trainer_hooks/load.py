@@ -21,7 +21,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from ckpt_service import image
 from ckpt_service.checksum import crc32
-from ckpt_service.errors import DamagedCheckpoint
+from ckpt_service.errors import DamagedCheckpoint, UntrustedClass
 from ckpt_service.image import Layout, Record
 from ckpt_service.records import ShardManifest
 from ckpt_service.scan import parse_manifest
@@ -48,6 +48,7 @@ def load_shard(path: str, expected: ShardManifest, allowed: Allowed) -> Any:
 
     Raises:
         DamagedCheckpoint: the file is short, a CRC does not fit, or it is another one; names file and record.
+        UntrustedClass: it is whole and names something that is not allowed.
     """
     return load_rank(path, expected, allowed, dp_rank=0).state
 
@@ -95,6 +96,8 @@ def _saying(path: str) -> Iterator[None]:
         yield
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{path}: {error}", op="load", path=path) from error
+    except UntrustedClass as error:
+        raise UntrustedClass(f"{path}: {error}", op="load", path=path) from error
     except Exception as error:
         raise DamagedCheckpoint(
             f"{path}: cannot be read: {str(error) or type(error).__name__}", op="load", path=path
@@ -165,7 +168,8 @@ def _unpickle(records: _Records, allowed: Allowed) -> Any:
         def find_class(self, module: str, name: str) -> Any:
             found = allowed.find(module, name)
             if found is None:
-                raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed: add it to trust=[...]")
+                hint = f"if you trust it, make the Checkpointer with trust=[{name}]; nothing was loaded"
+                raise UntrustedClass(f"it names {module}.{name}, which is not allowed", op="load", hint=hint)
             return found
 
         def persistent_load(self, pid: Any) -> Any:

@@ -13,7 +13,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +21,14 @@ from pydantic import TypeAdapter
 
 from ckpt_service import scan
 from ckpt_service.catalog import Checkpoint, CheckpointId, Evidence, Shard
-from ckpt_service.errors import CkptError, DamagedCheckpoint, NoUsableCheckpoint
+from ckpt_service.errors import CkptError, DamagedCheckpoint, NoUsableCheckpoint, UntrustedClass
 from ckpt_service.records import Attempt, ShardManifest
 from trainer_hooks.choice import Choice, Skipped, own_shard
 from trainer_hooks.load import LoadedShard, load_legacy, load_rank
 from trainer_hooks.start import Run
 from trainer_hooks.values import Allowed
 
-_HAVE, _LACK, _BAD = b"+", b"?", b"-"
+_HAVE, _LACK, _BAD, _UNTRUSTED = b"+", b"?", b"-", b"!"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ResumePoint:
     sequence: int
     path: Path
     source: Literal["memory", "disk"]
-    state: Any
+    state: Any = field(repr=False)
     skipped: list[Skipped]
 
 
@@ -100,6 +100,7 @@ def load_agreed(
     Raises:
         NoUsableCheckpoint: there are some, and all are damaged.
         DamagedCheckpoint: the one that the user named is damaged.
+        UntrustedClass: a whole one holds a class that is not trusted; going back further would lose it.
     """
     skipped = list(choice.skipped)
     for checkpoint in choice.candidates:
@@ -157,9 +158,15 @@ def _loaded(
         return load_rank(path, manifest, allowed, dp_rank=dp_rank), _HAVE
     except DamagedCheckpoint as error:
         return None, _BAD + str(error).encode()
+    except UntrustedClass as error:
+        return None, _UNTRUSTED + str(error).encode()
 
 
 def _problems(answers: Sequence[bytes]) -> list[str]:
+    """Return what is damaged. A file that only lacks trust is no reason to go back: the user has to decide."""
+    untrusted = [answer[1:].decode() for answer in answers if answer[:1] == _UNTRUSTED]
+    if untrusted:
+        raise UntrustedClass(untrusted[0], op="resume")
     many = len(answers) > 1
     bad = [(rank, answer[1:].decode()) for rank, answer in enumerate(answers) if answer[:1] == _BAD]
     return [f"rank {rank}: {problem}" if many else problem for rank, problem in bad]

@@ -51,14 +51,14 @@ class Saver:
         votes = on_full != "block" and run.attempt is not None and place.pp * place.tp > 1
         self._admission = Admission(on_full, self._pool, client, run.writers() if votes else Solo())
 
-    def admit(self, ticket: SaveTicket, *, final: bool) -> bool:
+    def admit(self, manifest: ShardManifest, ticket: SaveTicket, *, final: bool) -> bool:
         """Let ``on_full`` decide whether this snapshot is made; a refusal goes to the ticket. It may vote."""
         failures = self._failures  # not self: the thread that ends a ticket must not keep a trainer's tensors alive
         ticket.committed.add_done_callback(lambda future: _note(failures, future.exception()))
         try:
             self._admission.wait(ticket.step, final=final)
         except SaveFailed as error:
-            ticket.fail(error)
+            self._lose(manifest, ticket, error)
             return False
         return True
 
@@ -70,7 +70,7 @@ class Saver:
         try:
             slot = self._slot(plan, manifest, reserve=_RESERVE_BYTES * (manifest.dp - 1))
         except SaveFailed as error:
-            ticket.fail(error)
+            self._lose(manifest, ticket, error)
             return
         try:
             capture.stage(plan, slot)
@@ -112,6 +112,11 @@ class Saver:
         """Tell the training loop what has failed since it was last told."""
         while self._failures:
             warnings.warn(f"an earlier save failed: {self._failures.popleft()}", stacklevel=3)
+
+    def _lose(self, manifest: ShardManifest, ticket: SaveTicket, error: SaveFailed) -> None:
+        ticket.fail(error)
+        if self._client is not None:
+            self._client.report_lost(manifest, error)
 
     # --- on the training thread ---------------------------------------------------------------------------------------
 

@@ -32,6 +32,12 @@ class SaveTicket:
         self.accepted: Future[None] = Future()
         self.committed: Future[Path | None] = Future()
 
+    def __repr__(self) -> str:
+        failed = self.committed.done() and self.committed.exception() is not None
+        done = [self.committed.done(), self.accepted.done(), self.staged.done(), True]
+        reached = ("committed", "accepted", "staged", "being staged")[done.index(True)]
+        return f"SaveTicket(step={self.step}, epoch={self.epoch}, {'failed' if failed else reached})"
+
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until the live state may change; raises what went wrong, or TimeoutError after ``timeout`` seconds."""
         _result(self.staged, timeout, f"step {self.step} is not staged yet")

@@ -20,6 +20,7 @@ from ckpt_service.cli.common import (
     size,
 )
 from ckpt_service.config import load_config
+from ckpt_service.ownership import host_name, pid_start
 from ckpt_service.records import SCHEMA_VERSION, ServiceStatus
 from ckpt_service.scan import load_statuses
 
@@ -34,7 +35,7 @@ def status(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> 
         hosts = [document.model_dump(mode="json") for document in found]
         print_json({"schema_version": SCHEMA_VERSION, "hosts": hosts})
     elif not found:
-        complain(f"no daemon has served {root} yet: there is no status file")
+        complain(f"no daemon has served {root} yet: there is no status file (with async_ckpt=False there is none)")
     else:
         for document in found:
             _print(document, now, stale_seconds)
@@ -43,13 +44,22 @@ def status(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> 
 
 def judge(document: ServiceStatus, now: datetime, stale_seconds: float) -> Exit:
     """Return the exit code that one host's document stands for."""
-    failed = document.daemon.state == "degraded" or any(shard.consecutive_failures for shard in document.shards)
+    shards = document.shards
+    failed = document.daemon.state == "degraded" or any(shard.consecutive_failures for shard in shards)
+    held_back = any(peer.behind > 1 for shard in shards for peer in shard.held_back_by)
     stopped = document.daemon.state == "stopped"
     if stopped and not failed and not document.pending and not document.writing:
         return Exit.OK
-    if stopped or _age(document, now) > stale_seconds:
+    if stopped or _age(document, now) > stale_seconds or is_dead(document):
         return Exit.DOWN
-    return Exit.DEGRADED if failed else Exit.OK
+    return Exit.DEGRADED if failed or held_back else Exit.OK
+
+
+def is_dead(document: ServiceStatus) -> bool:
+    """Return whether the daemon has ended without saying so; only on its own host can one tell before it is stale."""
+    if document.daemon.state == "stopped" or document.host != host_name(os.environ):
+        return False
+    return pid_start(document.daemon.pid) != document.daemon.pid_start
 
 
 def _age(document: ServiceStatus, now: datetime) -> float:
@@ -59,7 +69,9 @@ def _age(document: ServiceStatus, now: datetime) -> float:
 def _print(document: ServiceStatus, now: datetime, stale_seconds: float) -> None:
     daemon, age = document.daemon, _age(document, now)
     stale = "" if daemon.state == "stopped" or age <= stale_seconds else f", STALE for {age:.0f} s"
-    typer.echo(f"{document.host}: {daemon.state} (pid {daemon.pid}){stale}")
+    state = "DEAD, it left no word" if is_dead(document) else daemon.state
+    trainers = ", no trainer connected" if document.attempt is None and daemon.state != "stopped" else ""
+    typer.echo(f"{document.host}: {state} (pid {daemon.pid}){trainers}{stale}")
     if document.last_complete is None:
         typer.echo("  no complete checkpoint yet")
     else:
@@ -74,6 +86,10 @@ def _print(document: ServiceStatus, now: datetime, stale_seconds: float) -> None
         typer.echo(
             f"  queued: step {waiting.step}, stage {waiting.stage} tp {waiting.tp_rank}, {size(waiting.bytes_total)}"
         )
+    for shard in document.shards:
+        for peer in shard.held_back_by:
+            late = f"stage {peer.stage} tp {peer.tp_rank}, {peer.behind} saves behind"
+            typer.echo(f"  stage {shard.stage} tp {shard.tp_rank} keeps files for {late}")
     totals = document.totals
     typer.echo(f"  {totals.committed} committed, {totals.failed} failed, {totals.pruned} pruned since it started")
     if document.storage is not None:

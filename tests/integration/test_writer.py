@@ -291,6 +291,22 @@ def test_doing_it_again_only_makes_it_durable_again() -> None:
     assert [operation.kind for operation in directory.operations] == ["head", "sync_directory"]
 
 
+def test_what_another_attempt_or_the_old_trainer_wrote_is_set_aside() -> None:
+    for former, kept in [
+        (bytes(snapshot(attempt=1, sequence=3).view), naming.kept(FINAL, attempt=1, sequence=3)),
+        (bytes(snapshot(attempt=9, run_id="another").view), naming.kept(FINAL, attempt=9, sequence=1)),
+        (b"PK\3\4 as torch.save writes it", naming.kept(FINAL, attempt=0, sequence=0)),
+    ]:
+        directory = FakeDirectory()
+        directory.put(FINAL, former)
+        put(snapshot(attempt=2, sequence=5), directory)
+        assert directory.disk()[kept] == former
+    directory = FakeDirectory()
+    directory.put(FINAL, bytes(snapshot(attempt=2, sequence=4).view))
+    put(snapshot(attempt=2, sequence=5), directory)
+    assert list(directory.disk()) == [FINAL], "a set of one file that the same attempt saves again needs no second name"
+
+
 @pytest.mark.parametrize(("attempt", "sequence"), [(2, 1), (1, 6), (3, 9)])
 def test_late_writer_gives_way(attempt: int, sequence: int) -> None:
     directory = FakeDirectory()
@@ -318,7 +334,7 @@ def test_whatever_is_not_a_newer_one_of_this_run_is_replaced(former: bytes) -> N
     directory.put(FINAL, bytes(former))
     made = snapshot(sequence=5)
     put(made, directory)
-    assert directory.disk() == {FINAL: bytes(made.view)}
+    assert directory.disk()[FINAL] == bytes(made.view)
 
 
 def test_only_one_of_two_racing_writers_remains_and_it_is_the_newer(tmp_path: Path) -> None:

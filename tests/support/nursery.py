@@ -162,8 +162,10 @@ def _become_trainer(order: dict[str, object], descriptors: list[int]) -> str:
 
 if __name__ == "__main__":
     # What a trainer needs is what this process is for; optimizers import dynamo when they are first used.
-    import trainer_hooks  # noqa: F401
+    import importlib
 
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("trainer_hooks")
     _script = _await_order(socket.socket(fileno=int(sys.argv[1])))
     if _script is not None:
         sys.argv = ["-c"]

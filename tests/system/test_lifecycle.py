@@ -51,10 +51,17 @@ def test_the_daemon_has_nothing_of_the_trainer(run: RunDirectory) -> None:
     assert fields[1] != str(trainer.pid), "not our child"
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     service = run.root / ".ckpt_service"
-    targets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     host = host_name(os.environ)
     known = {"/dev/null", str(service / f"daemon.{host}.log"), str(service / f"daemon.{host}.lock")}
-    assert [t for t in targets if t not in known and not t.startswith(("socket:", "anon_inode:[eventpoll]"))] == []
+
+    def strange() -> list[str]:
+        found = []
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(entry))
+        return [t for t in found if t not in known and not t.startswith(("socket:", "anon_inode:[eventpoll]"))]
+
+    wait_for(lambda: not strange(), f"it has only its own, apart from what it is just publishing: {strange()}", 5)
     socket = Path(run.daemon().socket)
     assert stat.S_IMODE(socket.stat().st_mode) == 0o600
     assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
@@ -458,3 +465,48 @@ def test_a_failed_save_is_told_three_times(run: RunDirectory) -> None:
     assert run.files("*") == ["ckpt_step_2_epoch_0.pt"]
     assert run.daemon().pid == daemon, "a failed write is no reason to die"
     assert "CRITICAL" not in next((run.root / ".ckpt_service").glob("daemon.*.log")).read_text()
+
+
+def test_a_save_that_fails_in_the_trainer_is_in_the_status(run: RunDirectory) -> None:
+    trainer = run.trainer(
+        """
+        checkpointer = Checkpointer(root)
+        checkpointer.save(1, state={}).wait_committed(60)
+        os.rename(root + "/checkpoint_0", root + "/moved")
+        Path(root, "checkpoint_0").write_text("in the way")
+        ticket = checkpointer.save(2, state={})
+        say("failed", ticket.committed.exception(60))
+        hear("mend")
+        os.unlink(root + "/checkpoint_0")
+        say("path", checkpointer.save(3, state={}).wait_committed(60))
+        checkpointer.close()
+        """
+    )
+    assert "checkpoint_0" in trainer.says("failed")
+    wait_for(lambda: run.cli("status", str(run.root)).returncode == 3, "the status says so")
+    status = run.status()
+    assert status is not None
+    assert (status.totals.failed, status.errors[-1].step) == (1, 2)
+    trainer.hears("mend")
+    trainer.says("path")
+    trainer.ends()
+    assert run.cli("status", str(run.root)).returncode == 0
+
+
+def test_a_killed_daemon_is_called_dead_at_once_on_its_own_host(run: RunDirectory) -> None:
+    trainer = run.trainer(
+        """
+        checkpointer = Checkpointer(root)
+        say("started")
+        time.sleep(60)
+        """
+    )
+    trainer.says("started")
+    assert run.cli("status", str(run.root)).returncode == 0
+    pid = run.daemon().pid
+    trainer.kill()
+    run.signal_daemon(signal.SIGKILL)
+    wait_for(run.daemon_has_left, "it is gone")
+    done = run.cli("status", str(run.root))
+    assert done.returncode == 4
+    assert f"DEAD, it left no word (pid {pid})" in done.stdout

@@ -478,3 +478,35 @@ def test_the_later_of_two_saves_with_one_name_wins(run: RunDirectory, asynchrono
     point = reader(run.root).resume()
     assert point is not None
     assert (point.step, point.state) == (5, {"value": 2})
+
+
+FORGETFUL = """
+from dataclasses import dataclass
+@dataclass
+class Settings:
+    width: int
+def save(step, trust, value):
+    with Checkpointer(root, trust=trust) as checkpointer:
+        checkpointer.resume()
+        checkpointer.save(step, state={"value": value}).wait_committed(60)
+"""
+
+
+def test_a_forgotten_trust_stops_the_resume_and_costs_no_checkpoint(run: RunDirectory) -> None:
+    run.trainer(FORGETFUL + "save(1, [], 0)\nsave(11, [Settings], Settings(3))\n").ends()
+    trainer = run.trainer(
+        FORGETFUL
+        + """
+try:
+    save(12, [], 0)
+except Exception as error:
+    say("raised", type(error).__name__, error)
+save(13, [Settings], 0)
+"""
+    )
+    said = trainer.says("raised")
+    assert said.startswith("UntrustedClass ")
+    assert "ckpt_step_11_epoch_0.pt" in said
+    assert "trust=[Settings]" in said
+    trainer.ends()
+    assert run.files() == ["ckpt_step_11_epoch_0.pt", "ckpt_step_13_epoch_0.pt"]
