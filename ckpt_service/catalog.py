@@ -48,7 +48,8 @@ class Shard:
     """One file: what its name says and, unless it is legacy or damaged, what its manifest says.
 
     ``bytes`` is the size found, ``modified`` the time of its last change in seconds since the epoch (shown to people,
-    never used for a decision). ``problem`` says why a damaged file is damaged.
+    never used for a decision). ``problem`` says why a damaged file is damaged;
+    ``unread`` that it could not be read just now, which may pass.
     """
 
     path: str
@@ -58,6 +59,7 @@ class Shard:
     modified: float
     manifest: ShardManifest | None = None
     problem: str | None = None
+    unread: bool = False
 
     @property
     def tp_rank(self) -> int:

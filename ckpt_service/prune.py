@@ -70,6 +70,12 @@ def _retain_one(history: History, catalog: Catalog, attempts: Sequence[Attempt])
     plan = retention.plan(policy, catalog, kind=kind, stage=stage, tp_rank=tp_rank)
     if attempts and attempts[-1].n > history.manifest.attempt:
         return Retained(history, catalog, plan, 0, ())  # a late writer: the newer attempt decides what is needed
+    unread = [shard for shard in catalog.files() if shard.unread]
+    if unread:  # it may be part of what has to be kept: what looks damaged or partial now may be whole
+        problem = CkptError(
+            f"nothing is deleted: {unread[0].path} {unread[0].problem}", op="prune", path=unread[0].path
+        )
+        return Retained(history, catalog, plan, 0, (problem,))
     deleted, errors = 0, []
     for shard in plan.delete:
         if os.path.dirname(shard.path) != history.directory.path:

@@ -63,12 +63,12 @@ def inspect(path: str, name: ShardName, stage: int) -> Shard | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        return Shard(path, name, stage, 0, 0.0, problem=f"cannot be opened: {error.strerror}")
+        return Shard(path, name, stage, 0, 0.0, problem=f"cannot be opened: {error.strerror}", unread=True)
     try:
         found = os.fstat(fd)
         head = os.pread(fd, image.MANIFEST_END, 0)
     except OSError as error:
-        return Shard(path, name, stage, 0, 0.0, problem=f"cannot be read: {error.strerror}")
+        return Shard(path, name, stage, 0, 0.0, problem=f"cannot be read: {error.strerror}", unread=True)
     finally:
         os.close(fd)
     try:
@@ -117,7 +117,7 @@ class Memory:
         if known is not None and known[0] == mark:
             return known[1]
         shard = inspect(path, name, stage)
-        if shard is not None:
+        if shard is not None and not shard.unread:
             self._seen[path] = (mark, shard)
         return shard
 

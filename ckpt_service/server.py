@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,7 @@ class Server:
         self._fates: dict[JobKey, CkptError] = {}
         self._clients: dict[int, Client] = {}
         self._swept: set[tuple[int, int]] = set()
+        self._sweeping = threading.Lock()
         self._ledger = Ledger()
         self._publisher = Publisher(paths.status, self._status, config.heartbeat_seconds)
         self._commits = ThreadPoolExecutor(config.shards_at_once, "ckpt-commit")
@@ -221,6 +223,11 @@ class Server:
         if (offer.manifest.run_id, offer.manifest.attempt) != (hello.run_id, hello.attempt):
             intake.close_all(descriptors)
             client.connection.send(Refused(snapshot_id=snapshot_id, message="it is of another run or attempt"))
+            return
+        known = self._held.get(intake.job_key(offer))
+        if known is not None and known.offer.manifest == offer.manifest:
+            intake.close_all(descriptors)  # it is the same memory, which we hold already
+            self._handle(jobs.Offered(known.key, offer.manifest.bytes, client.connection.number))
             return
         try:
             held = await self._on_thread(functools.partial(intake.take, offer, descriptors))
@@ -364,11 +371,12 @@ class Server:
     def _write(self, held: Held, watcher: Watcher, again: bool) -> CommitResult:
         """On a commit thread: sweep the directory once, then commit."""
         found = os.fstat(held.directory.fd)
-        if (found.st_dev, found.st_ino) not in self._swept:
-            self._swept.add((found.st_dev, found.st_ino))
-            with contextlib.suppress(OSError):  # litter costs space only
-                newest = held.offer.manifest.attempt
-                sweep(held.directory, lambda name: name.is_of(self._paths.host) and name.attempt <= newest)
+        with self._sweeping:  # nobody creates a file here before the sweep is over
+            if (found.st_dev, found.st_ino) not in self._swept:
+                self._swept.add((found.st_dev, found.st_ino))
+                with contextlib.suppress(OSError):  # litter costs space only
+                    newest = held.offer.manifest.attempt
+                    sweep(held.directory, lambda name: name.is_of(self._paths.host) and name.attempt <= newest)
         return commit(
             held.snapshot,
             held.directory,

@@ -161,11 +161,18 @@ def write_image(snapshot: Snapshot, file: NewFile, options: WriteOptions, watche
             failures.append(error)
 
     helpers = [threading.Thread(target=work, name="ckpt-write", daemon=True) for _ in range(options.threads - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
+    try:
+        with contextlib.suppress(RuntimeError):  # no more threads are to be had: fewer do as well
+            for helper in helpers:
+                helper.start()
+        work()
+    except BaseException as error:
+        failures.append(error)  # a signal handler may raise here: the helpers must be gone before the image is
+        raise
+    finally:
+        for helper in helpers:
+            if helper.ident is not None:
+                helper.join()
     if failures:
         raise failures[0]
     # A file with a hole loads as zeros without an error, so what was written is counted.
@@ -195,7 +202,9 @@ def commit(
         Stopped: the watcher said so; the temporary file is gone.
     """
     manifest, final = snapshot.manifest, snapshot.final_name
-    if not again and _present(snapshot, directory):
+    with _saying(snapshot, directory):
+        present = not again and _present(snapshot, directory)
+    if present:
         # A daemon that died between its rename and its answer leaves this; its directory entry may not be durable yet.
         watcher.syncing()
         watcher.renaming()
@@ -288,7 +297,7 @@ def _look_at(directory: Directory, name: str) -> ShardManifest | Literal["legacy
         if head is None:
             return None
         return scan.parse_manifest(head) or ("legacy" if scan.is_legacy(head) else None)
-    except (OSError, DamagedCheckpoint):
+    except DamagedCheckpoint:
         return None  # whatever it is, it is not a checkpoint of ours that anybody could load
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ckpt_service import __version__, naming, ownership, scan, writer
 from ckpt_service.catalog import CheckpointId, State, build
 from ckpt_service.config import load_config
-from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable, StateMismatch
+from ckpt_service.errors import CkptError, RunDirectoryBusy, SaveFailed, ServiceUnavailable, StateMismatch
 from ckpt_service.records import Hello, Origin, ShardManifest
 from ckpt_service.retention import RetentionPolicy
 from ckpt_service.storage import LocalDirectory
@@ -147,10 +147,17 @@ class Checkpointer:
         if state is None and not self._tracked:
             raise ValueError("state: give a state to save, or name objects with track() first")
         self._saver.warn_of_failures()
-        if self._run.attempt is None:
-            self._run.begin()
-        self._warn_of_strangers()
         ticket = SaveTicket(step, epoch)
+        if self._run.attempt is None:
+            try:
+                self._run.begin()
+            except RunDirectoryBusy:
+                raise
+            except CkptError as error:
+                self._last = ticket
+                self._saver.fail(ticket, SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
+                return ticket
+        self._warn_of_strangers()
         manifest = self._manifest(step, epoch)
         if not self._run.topology.is_writer:
             self._contribute(manifest, tracked=state is None)
@@ -331,6 +338,7 @@ class Checkpointer:
             return
         content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed)
         try:
+            exchange.take(replicas.key(manifest, manifest.dp_rank, saves_ago=self._run.slots + 2))  # nobody wanted it
             exchange.put(replicas.key(manifest, manifest.dp_rank), content)
         except (RuntimeError, OSError) as error:
             warnings.warn(f"step {manifest.step}: this replica's random numbers are not saved: {error}", stacklevel=3)
@@ -339,7 +347,11 @@ class Checkpointer:
         """Tell a user who starts afresh in a used directory what lies there; resume() would have continued it."""
         if self._sequence > 1 or self._resumed or self._run.topology.rank > 0:
             return
-        there = scan.load_catalog(self._run.root, self._run.postfix).of_kind("train")
+        try:
+            there = scan.load_catalog(self._run.root, self._run.postfix).of_kind("train")
+        except OSError as error:
+            log.warning("what lies in %s could not be listed: %s", self._run.root, error)
+            return
         if there:
             newest = there[0].id
             warnings.warn(

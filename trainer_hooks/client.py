@@ -22,7 +22,6 @@ from ckpt_service.config import ServiceConfig
 from ckpt_service.errors import (
     CkptError,
     SaveFailed,
-    ServiceUnavailable,
     SnapshotSkipped,
     SnapshotSuperseded,
     from_os_error,
@@ -270,7 +269,7 @@ class ServiceClient:
         while not self._closing:
             try:
                 self._channel = connect(self._service, self._hello, self._config)
-            except ServiceUnavailable:
+            except (OSError, CkptError):
                 time.sleep(_RECONNECT_PAUSE_SECONDS)
                 continue
             with self._changed:
@@ -305,7 +304,9 @@ class ServiceClient:
             case Failed():
                 self._conclude(message.snapshot_id, _as_error(message))
             case Refused(snapshot_id=str(name), message=reason):
-                self._conclude(name, SaveFailed(f"the daemon refused the snapshot: {reason}", op="offer"))
+                self._conclude(
+                    name, SaveFailed(f"the daemon refused the snapshot: {reason}", op="offer"), by_daemon=False
+                )
             case Refused(message=reason):
                 raise SaveFailed(f"the daemon refused: {reason}")
             case Progress():
@@ -339,8 +340,7 @@ class ServiceClient:
         except BlockingIOError:
             pass  # it has enough reasons to wake up
         except OSError:
-            if not self._closing:
-                raise
+            pass  # the thread has ended, and with it all that was pending
 
     def _forget_in_child(self) -> None:
         self._disconnect()

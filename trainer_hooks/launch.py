@@ -46,7 +46,8 @@ class Service:
             yield self.socket
             return
         statuses = load_statuses(self.root, self.postfix)
-        known = [status.daemon.socket for status in statuses if status.host == self.host]
+        # A copy of a run directory holds the status of the original's daemon.
+        known = [s.daemon.socket for s in statuses if (s.host, s.root) == (self.host, self.root)]
         yield from dict.fromkeys([*known, socket_path(self.root, self.postfix, self.host, self.environ)])
 
 

@@ -41,9 +41,9 @@ def packed(state: Any, manifest: ShardManifest, allowed: Allowed) -> bytes:
         slot.close()
 
 
-def key(manifest: ShardManifest, dp_rank: int) -> str:
-    """Return under which key of the exchange a replica leaves its state of this save."""
-    return f"replica/{manifest.sequence}/{manifest.stage}/{manifest.tp_rank}/{dp_rank}"
+def key(manifest: ShardManifest, dp_rank: int, *, saves_ago: int = 0) -> str:
+    """Return under which key of the exchange a replica leaves its state of this save, or of an earlier one."""
+    return f"replica/{manifest.sequence - saves_ago}/{manifest.stage}/{manifest.tp_rank}/{dp_rank}"
 
 
 def collect(exchange: Exchange, manifest: ShardManifest, patience_seconds: float) -> dict[int, bytes]:

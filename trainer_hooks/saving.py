@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -78,14 +79,16 @@ class Saver:
             self._pool.give_back(slot)
             raise
         ticket.staged.set_result(None)
-        if not with_replicas:
-            self._deliver(plan, manifest, slot, ticket, final=final)
-        elif self._client is None:
-            self._finish(plan, manifest, slot, ticket, final=final)
-        else:
-            job = self._finisher.submit(self._finish, plan, manifest, slot, ticket, final=final)
+        finish = self._finish if with_replicas else self._deliver
+        work = partial(
+            self._carefully, partial(finish, plan, manifest, slot, ticket, final=final), manifest, slot, ticket
+        )
+        if with_replicas and self._client is not None:
+            job = self._finisher.submit(work)
             self._finishing.add(job)
             job.add_done_callback(self._finishing.discard)
+        else:
+            work()
 
     def settle(self) -> bool:
         """Let the daemon finish what older attempts left with it; False if that took too long and was dropped."""
@@ -107,6 +110,11 @@ class Saver:
         if self._client is not None:
             self._client.close()
         self._pool.close()
+
+    def fail(self, ticket: SaveTicket, error: SaveFailed) -> None:
+        """Let a save fail that could not even be begun."""
+        ticket.fail(error)
+        _note(self._failures, error)
 
     def warn_of_failures(self) -> None:
         """Tell the training loop what has failed since it was last told."""
@@ -132,6 +140,15 @@ class Saver:
                 hint="look at the status file and the daemon's log",
             )
         return slot
+
+    def _carefully(self, work: Callable[[], None], manifest: ShardManifest, slot: Slot, ticket: SaveTicket) -> None:
+        """Do the rest of a save; whatever goes wrong before the slot has a new owner goes to the ticket."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - no descriptors, no threads: a failed save never ends a training
+            self._pool.give_back(slot)
+            step = manifest.step
+            self._lose(manifest, ticket, SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
 
     # --- maybe on the finishing thread --------------------------------------------------------------------------------
 
@@ -161,20 +178,15 @@ class Saver:
         final: bool,
     ) -> None:
         manifest = manifest.model_copy(update={"bytes": plan.layout.nbytes})
-        try:
-            snapshot = capture.finish(plan, manifest, slot, contributed)
-        except BaseException as error:
-            self._pool.give_back(slot)
-            ticket.fail(SaveFailed(f"step {manifest.step} was not saved: {error}", op="save", step=manifest.step))
-            raise
+        offer = Offer(manifest=manifest, directory=self._run.stage_directory, umask=_umask(), retention=self._retention)
+        snapshot = capture.finish(plan, manifest, slot, contributed)
         if self._client is None:
-            self._write(snapshot, slot, ticket)
+            self._write(snapshot, slot, offer, ticket)
             return
         snapshot.view.release()
-        offer = Offer(manifest=manifest, directory=self._run.stage_directory, umask=_umask(), retention=self._retention)
         self._client.submit(Pending(offer, slot.fd, ticket, final, partial(_let_go, self._pool, slot)))
 
-    def _write(self, snapshot: Snapshot, slot: Slot, ticket: SaveTicket) -> None:
+    def _write(self, snapshot: Snapshot, slot: Slot, offer: Offer, ticket: SaveTicket) -> None:
         """Do here and now what the daemon would do."""
         config, manifest = self._run.config, snapshot.manifest
         limit = RateLimit(config.rate_limit_bytes_per_second)
@@ -183,7 +195,7 @@ class Saver:
                 writer.commit(
                     snapshot,
                     directory,
-                    mode=0o666 & ~_umask(),
+                    mode=0o666 & ~offer.umask,
                     host=self._run.host,
                     token=os.urandom(4).hex(),
                     options=WriteOptions(config.writer_threads, config.chunk_bytes, config.direct_io, limit),

@@ -132,7 +132,7 @@ class Run:
             CkptError: it failed on some rank; raised on all of them, as ``kind`` where it happened elsewhere.
         """
         group = self.group  # before any work: who cannot meet the others must not leave traces
-        failure: CkptError | None = None
+        failure: Exception | None = None
         mine = _OK + absent
         if on is None or self.topology.rank in on:
             try:
@@ -142,6 +142,8 @@ class Run:
             except OSError as error:
                 failure = from_os_error(error, op="starting", kind=kind)
                 mine = _FAILED + str(failure).encode()
+            except Exception as error:  # noqa: BLE001 - a user's state_dict() may raise anything; the others wait
+                failure, mine = error, _FAILED + f"{type(error).__name__}: {error}".encode()
         answers = group.gather(mine)
         if failure is not None:
             raise failure
@@ -160,7 +162,15 @@ class Run:
     def _take(self) -> Attempt:
         lock = RunLock(self.root, self.postfix)
         lock.acquire(self.host)
+        try:
+            attempt = self._new_attempt()
+        except BaseException:
+            lock.release()
+            raise
         self._lock = lock
+        return attempt
+
+    def _new_attempt(self) -> Attempt:
         place = self.topology
         attempt = ownership.take_attempt(
             self.root,
