@@ -37,6 +37,7 @@ class Connection:
         self.number = number
         self._socket = sock
         self._socket.setblocking(False)
+        self._closed = False
         self._decoder = Decoder()
         self._descriptors: list[int] = []
         self._incoming: asyncio.Queue[Frame | ProtocolError | None] = asyncio.Queue()
@@ -72,7 +73,10 @@ class Connection:
             self._outgoing.put_nowait(encode(message))
 
     async def close(self, patience_seconds: float = 1.0) -> None:
-        """Send what is queued (for a bounded time), then close the socket and all descriptors left over."""
+        """Send what is queued (for a bounded time), then close the socket and all descriptors left over; once."""
+        if self._closed:
+            return
+        self._closed = True
         asyncio.get_running_loop().remove_reader(self._socket)
         self._outgoing.put_nowait(None)
         with contextlib.suppress(asyncio.TimeoutError):

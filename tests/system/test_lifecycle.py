@@ -513,3 +513,23 @@ def test_a_killed_daemon_is_called_dead_at_once_on_its_own_host(run: RunDirector
     done = run.cli("status", str(run.root))
     assert done.returncode == 4
     assert f"DEAD, it left no word (pid {pid})" in done.stdout
+
+
+def test_a_daemon_that_drains_does_not_wait_for_a_trainer_beyond_its_grace(run: RunDirectory) -> None:
+    trainer = run.trainer(
+        """
+        checkpointer = Checkpointer(root)
+        say("started")
+        hear("end")
+        os._exit(0)
+        """,
+        CKPT_SERVICE_GRACE_SECONDS="0.5",
+    )
+    trainer.says("started")
+    pid = run.signal_daemon(signal.SIGTERM)
+    wait_for(lambda: run.daemon().pid != pid, "the trainer, which lives on, has another daemon")
+    log = run.root / ".ckpt_service" / f"daemon.{host_name(os.environ)}.log"
+    assert "left, with 0 snapshots not written" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    trainer.hears("end")
+    trainer.ends()
