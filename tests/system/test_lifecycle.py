@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import stat
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
-from support.processes import RunDirectory, Trainer, daemons_of, wait_for
+from support.processes import PRELUDE, RunDirectory, Trainer, daemons_of, wait_for
 
 from ckpt_service.ownership import host_name
 from trainer_hooks import Checkpointer
@@ -157,7 +158,7 @@ def test_one_process_may_have_several_sessions(run: RunDirectory) -> None:
 
 
 def test_a_forked_child_neither_keeps_the_daemon_nor_breaks_the_parent(run: RunDirectory) -> None:
-    trainer = run.trainer(
+    script = textwrap.dedent(
         """
         checkpointer = Checkpointer(root)
         checkpointer.save(1, state=state(1, megabytes=1))
@@ -177,9 +178,10 @@ def test_a_forked_child_neither_keeps_the_daemon_nor_breaks_the_parent(run: RunD
         hear("go")
         say("committed", checkpointer.save(2, state=state(2, megabytes=1)).wait_committed(30))
         time.sleep(60)
-        """,
-        **LEAVES_SOON,
+        """
     )
+    # A fresh interpreter, not one forked from a process that has run much else: its end is what is looked at.
+    trainer = run.interpreter("-c", f"{PRELUDE}\nroot = {str(run.root)!r}\n{script}", **LEAVES_SOON)
     sleeper = int(trainer.says("sleeper"))
     try:
         told = run.root.parent / "child"
