@@ -56,7 +56,7 @@ def shard(
         bytes=SIZE,
         tensors=1,
     )
-    path = f"/root/{naming.stage_directory(stage, None)}/{file}"
+    path = f"/runs/{naming.stage_directory(stage, None)}/{file}"
     return Shard(path, name, stage, SIZE, modified, manifest, problem)
 
 
@@ -71,7 +71,7 @@ def legacy(name: str, *, stage: int = 0, problem: str | None = None, modified: f
     """Return a file without a manifest; with ``problem`` one that is no checkpoint at all."""
     parsed = naming.parse_shard(name)
     assert parsed is not None
-    return Shard(f"/root/{naming.stage_directory(stage, None)}/{name}", parsed, stage, SIZE, modified, None, problem)
+    return Shard(f"/runs/{naming.stage_directory(stage, None)}/{name}", parsed, stage, SIZE, modified, None, problem)
 
 
 def attempt(

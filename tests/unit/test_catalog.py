@@ -129,10 +129,10 @@ def test_a_shard_under_two_names_is_one_shard() -> None:
 def test_a_copy_under_another_name_belongs_to_no_set(name: str) -> None:
     parsed = parse_shard(name)
     assert parsed is not None
-    copy = replace(shard(1, 1, 5), name=parsed, path=f"/root/checkpoint_0/{name}")
+    copy = replace(shard(1, 1, 5), name=parsed, path=f"/runs/checkpoint_0/{name}")
     found = catalog([shard(1, 1, 5), copy], attempt(1))
     assert [(c.state, c.id.attempt) for c in found.checkpoints] == [(State.COMPLETE, 1), (State.DAMAGED, 0)]
-    elsewhere = replace(shard(1, 1, 5), stage=3, path="/root/checkpoint_3/ckpt_step_5_epoch_0.pt")
+    elsewhere = replace(shard(1, 1, 5), stage=3, path="/runs/checkpoint_3/ckpt_step_5_epoch_0.pt")
     assert [c.state for c in catalog([elsewhere], attempt(1)).checkpoints] == [State.DAMAGED]
 
 

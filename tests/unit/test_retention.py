@@ -211,7 +211,7 @@ def test_foreign_runs_stay_also_when_damaged() -> None:
 def test_a_strangers_copy_stays() -> None:
     parsed = parse_shard("ckpt_step_999_epoch_0.pt")
     assert parsed is not None
-    copy = replace(shard(1, 1, 1), name=parsed, path="/root/checkpoint_0/ckpt_step_999_epoch_0.pt")
+    copy = replace(shard(1, 1, 1), name=parsed, path="/runs/checkpoint_0/ckpt_step_999_epoch_0.pt")
     assert kept(planned(catalog([copy, *saved(1, 2, 3)], attempt(1)))) == [999, 2, 3]
 
 
