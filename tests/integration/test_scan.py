@@ -383,6 +383,22 @@ def test_only_the_directory_of_the_history_is_touched(tmp_path: Path) -> None:
     assert len(files(tmp_path / "elsewhere")) == 3, "a path that has come to mean another place led astray"
 
 
+def test_nothing_is_deleted_while_some_file_cannot_be_read(tmp_path: Path) -> None:
+    """It may be a part of the newest complete checkpoint; the next pass that reads everything deletes what is due."""
+    write_attempt(tmp_path, 1)
+    for sequence in (1, 2, 3):
+        write_shard(tmp_path / "checkpoint_0", step=sequence, sequence=sequence)
+    unreadable = tmp_path / "checkpoint_0" / "ckpt_step_9_epoch_0.pt"
+    unreadable.symlink_to(unreadable.name)
+    done = prune(tmp_path, step=3, sequence=3)
+    (error,) = done.errors
+    assert (done.deleted, error.path) == (0, str(unreadable))
+    assert "nothing is deleted" in str(error)
+    unreadable.unlink()
+    again = prune(tmp_path, step=3, sequence=3)
+    assert (again.deleted, again.errors) == (1, ())
+
+
 def test_pruner_looks_after_all_its_shards(tmp_path: Path) -> None:
     write_attempt(tmp_path, 1)
     pruner = Pruner(str(tmp_path), None)
