@@ -288,6 +288,7 @@ def _set_aside(snapshot: Snapshot, there: ShardManifest | Literal["legacy"] | No
         return
     with contextlib.suppress(FileExistsError):  # a crash came between this link and the rename
         directory.link(final, naming.kept(final, attempt=attempt, sequence=sequence))
+    directory.sync()  # the second name before the first is taken: a power cut may keep any one of two changes
 
 
 def _look_at(directory: Directory, name: str) -> ShardManifest | Literal["legacy"] | None:

@@ -201,6 +201,10 @@ class ServiceClient:
         self._post(Goodbye())
         if self._thread.ident is not None:
             self._thread.join(self._config.notice_seconds)
+        elif self._wake_writer >= 0:  # it never started, so nobody else closes the pipe
+            os.close(self._wake_writer)
+            os.close(self._wake_reader)
+            self._wake_reader = self._wake_writer = -1
         for pending in self._take_all():
             step = pending.offer.manifest.step
             lost = SaveFailed(f"step {step} was not committed before the end", op="close", step=step)
