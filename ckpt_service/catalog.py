@@ -155,6 +155,7 @@ class Evidence:
     host's). The newest alone would not do: who failed one save and committed the next lacks the one before. A rank
     with neither a file nor an entry is unknown: what it lacks may still come. Where files are listed, they count, and
     reports only add what is newer. ``slots`` bounds how far a set may fall behind and still count as coming.
+    ``unread``: the paths of records of attempts that are there and cannot be read; the lineage may be another one.
     """
 
     shards: Sequence[Shard]
@@ -162,6 +163,7 @@ class Evidence:
     pins: frozenset[tuple[int, int]] = frozenset()
     committed: Reports = field(default_factory=dict)
     slots: int = 2
+    unread: tuple[str, ...] = ()
 
 
 def build(evidence: Evidence) -> Catalog:
@@ -237,7 +239,16 @@ def _as_set(shards: list[Shard], reports: Reports) -> Checkpoint:
         reason = "; ".join(f"stage {stage} tp {tp} not committed yet" for stage, tp in awaited)
         return replace(found, state=State.PARTIAL, reason=reason, awaited=tuple(awaited))
     damaged = [f"stage {shard.stage} tp {shard.tp_rank}: {shard.problem}" for shard in one_each if shard.problem]
-    return replace(found, state=State.DAMAGED, reason="; ".join(damaged)) if damaged else found
+    return replace(found, state=State.DAMAGED, reason="; ".join(damaged)) if damaged else _counted(found)
+
+
+def _counted(checkpoint: Checkpoint) -> Checkpoint:
+    """Say if the ranks count their saves differently: one of them has called ``save()`` more often than the others."""
+    counts = {(shard.stage, shard.tp_rank): m.sequence for shard in checkpoint.shards if (m := shard.manifest)}
+    others = [f"stage {stage} tp {tp} counts {n}" for (stage, tp), n in counts.items() if n != checkpoint.id.sequence]
+    if not others:
+        return checkpoint
+    return replace(checkpoint, reason=f"it is save number {checkpoint.id.sequence}, and {'; '.join(others)}")
 
 
 def _one_for_each_rank(shards: list[Shard]) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:

@@ -20,6 +20,7 @@ from ckpt_service.records import ClientMessage, Progress, client_messages
 from ckpt_service.wire import MAX_DESCRIPTORS, Decoder, Frame, encode
 
 _CREDENTIALS = struct.Struct("3i")
+_SO_PEERPIDFD = 77  # unix(7); since Linux 6.5, and not in Python's socket module yet
 _READ_BYTES = 1 << 16
 _MAX_UNSENT = 1000
 
@@ -30,8 +31,27 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
+def peer_process(connection: socket.socket) -> int | None:
+    """Return a descriptor that is readable once the process that connected has ended (pidfd_open(2)).
+
+    None where that cannot be told: an old kernel together with a client in another pid namespace, or one that is gone.
+    """
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    try:
+        return os.pidfd_open(pid) if pid else None
+    except OSError:
+        return None
+
+
 class Connection:
-    """A connected client. Owns the socket, and the descriptors that came in and were not handed out."""
+    """A connected client. Owns the socket, and the descriptors that came in and were not handed out.
+
+    It ends with the process that connected, even if a child of that one has inherited the socket: a data-loader worker
+    that outlives its trainer must not look like a trainer that lives.
+    """
 
     def __init__(self, number: int, sock: socket.socket) -> None:
         self.number = number
@@ -43,7 +63,11 @@ class Connection:
         self._incoming: asyncio.Queue[Frame | ProtocolError | None] = asyncio.Queue()
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._sender = asyncio.create_task(self._send_all())
-        asyncio.get_running_loop().add_reader(sock, self._on_readable)
+        self._peer = peer_process(sock)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(sock, self._read)
+        if self._peer is not None:
+            loop.add_reader(self._peer, self._on_peer_ended)
 
     async def messages(self) -> AsyncIterator[tuple[ClientMessage, list[int]]]:
         """Yield messages with their descriptors (the receiver owns them) until the client is gone.
@@ -77,7 +101,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        asyncio.get_running_loop().remove_reader(self._socket)
+        self._stop_reading()
         self._outgoing.put_nowait(None)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._sender, patience_seconds)
@@ -85,13 +109,29 @@ class Connection:
         close_all(self._descriptors)
         self._descriptors = []
 
-    def _on_readable(self) -> None:
+    def _on_peer_ended(self) -> None:
+        """Take what the process has sent before it ended; then this is the end, whoever still has its socket."""
+        while self._read():
+            pass
+        self._stop_reading()
+        self._incoming.put_nowait(None)
+
+    def _stop_reading(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket)
+        if self._peer is not None:
+            loop.remove_reader(self._peer)
+            os.close(self._peer)
+            self._peer = None
+
+    def _read(self) -> bool:
+        """Take what has arrived; return whether there may be more."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(
                 self._socket, _READ_BYTES, 8 * MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
             data, descriptors, flags = b"", [], 0
         self._descriptors += descriptors
@@ -104,8 +144,9 @@ class Connection:
             self._incoming.put_nowait(error)
             data = b""
         if not data:
-            asyncio.get_running_loop().remove_reader(self._socket)
+            self._stop_reading()
             self._incoming.put_nowait(None)
+        return bool(data)
 
     async def _send_all(self) -> None:
         loop = asyncio.get_running_loop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 
 from ckpt_service.catalog import Catalog
 from ckpt_service.errors import CkptError
@@ -16,6 +16,7 @@ from ckpt_service.records import (
     CompleteRef,
     ErrorEntry,
     HeldBack,
+    Hello,
     ShardManifest,
     ShardStatus,
     Totals,
@@ -51,6 +52,14 @@ class Ledger:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Totals.model_fields, 0))
     last_complete: CompleteRef | None = None
     failed_since_commit: bool = False
+    blocked_seconds: float = 0.0
+    newest_trainer: Hello | None = None
+    _odd: set[tuple[int, int]] = field(default_factory=set)
+
+    def greeted(self, hello: Hello) -> None:
+        """Note a trainer; the newest attempt is the one that the status is about, also when it has left."""
+        if self.newest_trainer is None or hello.attempt >= self.newest_trainer.attempt:
+            self.newest_trainer = hello
 
     def submitted(self, manifest: ShardManifest) -> None:
         """Note an accepted snapshot."""
@@ -105,11 +114,16 @@ class Ledger:
             self.seen(retained.catalog)
 
     def seen(self, catalog: Catalog) -> None:
-        """Note the newest complete checkpoint."""
+        """Note the newest complete checkpoint, and complain once if there is something odd about it."""
         newest = catalog.newest_complete()
         if newest is None:
             self.last_complete = None
             return
+        odd = (newest.id.attempt, newest.id.sequence)
+        if newest.reason is not None and odd not in self._odd:
+            self._odd.add(odd)
+            error = CkptError(f"step {newest.id.step} is complete, but {newest.reason}", op="save")
+            self.complain(error, datetime.now(timezone.utc), newest.shards[0].manifest)
         self.last_complete = CompleteRef(
             attempt=newest.id.attempt,
             sequence=newest.id.sequence,

@@ -162,6 +162,7 @@ class RunLock:
         self.path = os.path.join(service_path(root, postfix), naming.run_lock())
         self._fd = -1
         self._stop = threading.Event()
+        self._beating: threading.Thread | None = None
 
     def acquire(self, host: str) -> None:
         """Take the lock.
@@ -187,11 +188,20 @@ class RunLock:
         self._fd = fd
         _run_locks.add(self.path)
         self._note(host, beat=0)
-        threading.Thread(target=self._beat, args=(host,), name="ckpt-run-lock", daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, args=(host,), name="ckpt-run-lock", daemon=True)
+        self._beating.start()
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Give the lock back.
+
+        A beat that hangs in the disk keeps it until the process ends: the number of a closed descriptor may be that of
+        another file by the time the beat is written.
+        """
         self._stop.set()
+        if self._beating is not None:
+            self._beating.join(_RUN_HEARTBEAT_SECONDS)
+            if self._beating.is_alive():
+                return
         if self._fd >= 0:
             _run_locks.discard(self.path)
             os.ftruncate(self._fd, 0)

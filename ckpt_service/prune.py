@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_service import retention, scan
-from ckpt_service.catalog import Catalog, build
+from ckpt_service.catalog import Catalog, Evidence, build
 from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.naming import Kind
-from ckpt_service.records import Attempt, Retention, ShardManifest
+from ckpt_service.records import Retention, ShardManifest
 from ckpt_service.retention import RetentionPlan, RetentionPolicy
 from ckpt_service.storage import Directory, LocalDirectory
 
@@ -60,21 +60,17 @@ def retain(
         if history.manifest.kind != "train":
             shards = tuple(scan.scan_directory(history.directory.path, history.manifest.stage))
             catalog = build(replace(evidence, shards=shards))
-        done.append(_retain_one(history, catalog, evidence.attempts))
+        done.append(_retain_one(history, catalog, evidence))
     return done
 
 
-def _retain_one(history: History, catalog: Catalog, attempts: Sequence[Attempt]) -> Retained:
+def _retain_one(history: History, catalog: Catalog, evidence: Evidence) -> Retained:
     kind, stage, tp_rank = history.key
     policy = RetentionPolicy(history.policy.keep_last, history.policy.keep_every)
     plan = retention.plan(policy, catalog, kind=kind, stage=stage, tp_rank=tp_rank)
-    if attempts and attempts[-1].n > history.manifest.attempt:
+    if evidence.attempts and evidence.attempts[-1].n > history.manifest.attempt:
         return Retained(history, catalog, plan, 0, ())  # a late writer: the newer attempt decides what is needed
-    unread = [shard for shard in catalog.files() if shard.unread]
-    if unread:  # it may be part of what has to be kept: what looks damaged or partial now may be whole
-        problem = CkptError(
-            f"nothing is deleted: {unread[0].path} {unread[0].problem}", op="prune", path=unread[0].path
-        )
+    if problem := _uncertainty(catalog, evidence):
         return Retained(history, catalog, plan, 0, (problem,))
     deleted, errors = 0, []
     for shard in plan.delete:
@@ -87,6 +83,17 @@ def _retain_one(history: History, catalog: Catalog, attempts: Sequence[Attempt])
     if deleted:
         history.directory.sync()
     return Retained(history, catalog, plan, deleted, tuple(errors))
+
+
+def _uncertainty(catalog: Catalog, evidence: Evidence) -> CkptError | None:
+    """Return why nothing may be deleted: what could not be read may turn the plan into another one."""
+    for path in evidence.unread:  # what an attempt resumed from decides which checkpoints count
+        hint = "restore the record, or delete it if it is lost for good"
+        return CkptError(f"nothing is deleted: {path} cannot be read", op="prune", path=path, hint=hint)
+    for shard in catalog.files():  # what looks damaged or partial now may be whole, and what has to be kept
+        if shard.unread:
+            return CkptError(f"nothing is deleted: {shard.path} {shard.problem}", op="prune", path=shard.path)
+    return None
 
 
 @dataclass

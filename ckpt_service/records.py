@@ -163,13 +163,21 @@ class DaemonStatus(_File):
     heartbeat_at: Moment
 
 
+OnFull = Literal["block", "skip", "replace"]
+"""What ``save()`` does when all slots are taken."""
+
+
 class QueueStatus(_File):
-    """What waits, in the daemon and in the trainers."""
+    """What waits, in the daemon and in the trainers.
+
+    ``capacity`` is the slots of all connected trainers; ``blocked_seconds`` how long their saves have waited for one,
+    added up since the daemon started.
+    """
 
     depth: Count
     capacity: Count
     bytes: Count
-    on_full: str
+    on_full: OnFull
     blocked_seconds: float
 
 
@@ -297,6 +305,7 @@ class Hello(_Message):
     stage: Count = 0
     tp_rank: Count = 0
     slots: Size = 1
+    on_full: OnFull = "block"
 
 
 class Retention(_Message):
@@ -361,6 +370,13 @@ class Lost(_Message):
     message: str
     code: str | None = None
     hint: str | None = None
+
+
+class Blocked(_Message):
+    """A save of this client has waited so long for a free slot; for the status."""
+
+    type: Literal["blocked"] = "blocked"
+    seconds: float = Field(ge=0)
 
 
 class Goodbye(_Message):
@@ -445,7 +461,7 @@ class Settled(_Message):
     bytes_done: Count
 
 
-ClientMessage = Hello | Offer | Settle | Park | Unpark | Peers | Lost | Goodbye
+ClientMessage = Hello | Offer | Settle | Park | Unpark | Peers | Lost | Blocked | Goodbye
 DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Parked | Settled
 
 client_messages: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="type")])

@@ -15,7 +15,7 @@ from ckpt_service import image, naming
 from ckpt_service.catalog import Catalog, Evidence, Shard, build
 from ckpt_service.errors import DamagedCheckpoint
 from ckpt_service.naming import Kind, ShardName
-from ckpt_service.records import FORMAT_VERSION, Attempt, PeersFile, ServiceStatus, ShardManifest
+from ckpt_service.records import FORMAT_VERSION, Attempt, PeersFile, RankHolds, ServiceStatus, ShardManifest
 
 _ZIP_MAGIC = b"PK\3\4"
 _PICKLE_MAGIC = b"\x80"
@@ -164,17 +164,22 @@ def scan_run(root: str, postfix: str | None, look: Look = inspect) -> list[Shard
 
 def load_attempts(root: str, postfix: str | None) -> list[Attempt]:
     """Return the records of all starts, oldest first; unreadable ones are left out, their files still count."""
+    return read_attempts(root, postfix)[0]
+
+
+def read_attempts(root: str, postfix: str | None) -> tuple[list[Attempt], list[str]]:
+    """Return the records of all starts, oldest first, and the paths of those that cannot be read."""
     directory = os.path.join(root, naming.service_directory(postfix), naming.ATTEMPTS)
-    attempts = []
-    for name in _listed(directory):
-        if naming.parse_attempt_file(name) is None:
-            continue
+    attempts, unread = [], []
+    for path in (os.path.join(directory, name) for name in _listed(directory) if naming.parse_attempt_file(name)):
         try:
-            with open(os.path.join(directory, name), "rb") as file:
+            with open(path, "rb") as file:
                 attempts.append(Attempt.model_validate_json(file.read()))
+        except FileNotFoundError:
+            continue  # somebody clears the directory away
         except (OSError, ValidationError):
-            continue
-    return sorted(attempts, key=lambda attempt: attempt.n)
+            unread.append(path)
+    return sorted(attempts, key=lambda attempt: attempt.n), sorted(unread)
 
 
 def load_pins(root: str, postfix: str | None) -> frozenset[tuple[int, int]]:
@@ -187,17 +192,20 @@ def load_peers(root: str, postfix: str | None) -> dict[tuple[Kind, int, int], se
     """Return what ranks hold whose files may not be visible here, by (kind, stage, tp rank)."""
     directory = os.path.join(root, naming.service_directory(postfix))
     found: dict[tuple[Kind, int, int], set[tuple[int, int]]] = {}
-    for name in _listed(directory):
-        if naming.parse_peers_file(name) is None:
-            continue
-        try:
-            with open(os.path.join(directory, name), "rb") as file:
-                peers = PeersFile.model_validate_json(file.read())
-        except (OSError, ValidationError):
-            continue
-        for rank in peers.ranks:
+    for host in filter(None, map(naming.parse_peers_file, _listed(directory))):
+        for rank in load_peers_file(root, postfix, host):
             found.setdefault(("train", rank.stage, rank.tp_rank), set()).update(rank.holds)
     return found
+
+
+def load_peers_file(root: str, postfix: str | None, host: str) -> list[RankHolds]:
+    """Return what the trainers of one host have written down of other ranks; nothing if it cannot be read."""
+    path = os.path.join(root, naming.service_directory(postfix), naming.peers_file(host))
+    try:
+        with open(path, "rb") as file:
+            return PeersFile.model_validate_json(file.read()).ranks
+    except (OSError, ValidationError):
+        return []
 
 
 def load_catalog(root: str, postfix: str | None) -> Catalog:
@@ -207,7 +215,7 @@ def load_catalog(root: str, postfix: str | None) -> Catalog:
 
 def load_evidence(root: str, postfix: str | None, look: Look = inspect) -> Evidence:
     """Return what this host can see of a run."""
-    attempts = load_attempts(root, postfix)
+    attempts, unread = read_attempts(root, postfix)
     slots = attempts[-1].slots if attempts else 2
     return Evidence(
         scan_run(root, postfix, look),
@@ -215,6 +223,7 @@ def load_evidence(root: str, postfix: str | None, look: Look = inspect) -> Evide
         load_pins(root, postfix),
         committed=load_peers(root, postfix),
         slots=slots,
+        unread=tuple(unread),
     )
 
 

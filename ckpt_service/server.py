@@ -42,7 +42,7 @@ from ckpt_service.records import (
     ServiceStatus,
     Settle,
 )
-from ckpt_service.scan import load_catalog
+from ckpt_service.scan import load_catalog, load_peers_file
 from ckpt_service.status import Publisher
 from ckpt_service.storage import write_small
 from ckpt_service.writer import CommitResult, RateLimit, Stopped, Watcher, WriteOptions, commit, sweep
@@ -114,6 +114,7 @@ class Server:
         first_client_by = time.monotonic() + config.start_seconds
         self._lifetime = Lifetime(stays, config.linger_seconds, config.grace_seconds, needed_until=first_client_by)
         self._progress_at = 0.0
+        self._leaving = False
         self._wake = asyncio.Event()
 
     async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
@@ -194,6 +195,9 @@ class Server:
                 await self._on_peers(ranks)
             case records.Lost() if client.trains:
                 self._on_lost(message)
+            case records.Blocked(seconds=seconds) if client.trains:
+                self._ledger.blocked_seconds += seconds
+                self._publisher.changed()
             case records.Goodbye():
                 client.left_cleanly = True
                 if client.trains:
@@ -213,10 +217,14 @@ class Server:
         client.hello = hello
         if client.trains:
             self._lifetime.trainer_came()
+            self._ledger.greeted(hello)
         client.connection.send(records.Welcome(version=__version__, pid=os.getpid(), host=self._paths.host))
         self._publisher.changed()
 
     async def _on_offer(self, client: Client, offer: Offer, descriptors: list[int]) -> None:
+        if self._leaving:  # the connection ends in a moment, and the snapshot is handed to another daemon
+            intake.close_all(descriptors)
+            return
         hello = client.hello
         assert hello is not None
         snapshot_id = offer.manifest.snapshot_id
@@ -234,6 +242,9 @@ class Server:
         except ProtocolError as error:
             self._ledger.complain(error, datetime.now(timezone.utc), offer.manifest)
             client.connection.send(Refused(snapshot_id=snapshot_id, message=str(error)))
+            return
+        if self._leaving:
+            held.release()
             return
         if held.key in self._held:
             held.release()  # it is the same memory, which we hold already
@@ -255,7 +266,7 @@ class Server:
             self._handle(jobs.Dropped(key) if drop else jobs.Unparked(key))
 
     async def _on_peers(self, ranks: list[records.RankHolds]) -> None:
-        """Write down what other hosts hold: retention and the command line read it there."""
+        """Write down what other ranks hold: retention and the command line read it there."""
         self._peers |= {(rank.stage, rank.tp_rank): rank for rank in ranks}
         content = records.PeersFile(ranks=list(self._peers.values())).model_dump_json(indent=1).encode()
         path = os.path.join(
@@ -325,11 +336,11 @@ class Server:
     def _report(self, key: JobKey, client: int | None, phase: Phase) -> None:
         held = self._held[key]
         snapshot_id = self._snapshot_id(key)
+        error = self._fates.pop(key, None)
         if phase is Phase.COMMITTED:
             seconds = time.monotonic() - held.submitted_at
             self._tell(client, records.Committed(snapshot_id=snapshot_id, path=held.path, seconds=seconds))
             return
-        error = self._fates.pop(key, None)
         reason: records.FailureReason = "cancelled" if phase is Phase.CANCELLED else "error"
         if phase is Phase.SUPERSEDED or isinstance(error, SnapshotSuperseded):
             reason = "superseded"
@@ -350,7 +361,6 @@ class Server:
     async def _commit(self, held: Held) -> None:
         loop = asyncio.get_running_loop()
         held.bytes_done, held.write_began_at = 0, time.monotonic()
-        again = self._book.jobs[held.key].tries > 0
 
         def post(event: jobs.Event) -> None:
             loop.call_soon_threadsafe(self._handle, event)
@@ -360,7 +370,7 @@ class Server:
 
         watcher = Watcher(wrote, lambda: post(jobs.Synced(held.key)), lambda: post(jobs.Renaming(held.key)), held.stop)
         try:
-            result = await loop.run_in_executor(self._commits, functools.partial(self._write, held, watcher, again))
+            result = await loop.run_in_executor(self._commits, functools.partial(self._write, held, watcher))
         except Stopped:
             self._handle(jobs.Broke(held.key, retryable=False, at=time.monotonic()))
         except CkptError as error:
@@ -368,7 +378,7 @@ class Server:
         else:
             self._on_committed(held, result)
 
-    def _write(self, held: Held, watcher: Watcher, again: bool) -> CommitResult:
+    def _write(self, held: Held, watcher: Watcher) -> CommitResult:
         """On a commit thread: sweep the directory once, then commit."""
         found = os.fstat(held.directory.fd)
         with self._sweeping:  # nobody creates a file here before the sweep is over
@@ -385,7 +395,6 @@ class Server:
             token=secrets.token_hex(4),
             options=self._options,
             watcher=watcher,
-            again=again,
         )
 
     def _on_bytes(self, held: Held, nbytes: int) -> None:
@@ -441,7 +450,10 @@ class Server:
     # --- the life of the daemon ---------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
-        self._ledger.seen(load_catalog(self._paths.root, self._paths.postfix))
+        root, postfix = self._paths.root, self._paths.postfix
+        self._ledger.seen(load_catalog(root, postfix))
+        # Trainers tell only what has changed since, and the file is written as a whole.
+        self._peers = {(rank.stage, rank.tp_rank): rank for rank in load_peers_file(root, postfix, self._paths.host)}
 
     def _drain(self, number: int) -> None:
         log.info("%s: finishing what is here, then leaving", signal.Signals(number).name)
@@ -460,6 +472,7 @@ class Server:
 
     async def _leave(self, listener: socket.socket) -> int:
         """Close the door, name what is lost, and say goodbye to the world."""
+        self._leaving = True
         with contextlib.suppress(FileNotFoundError):
             await self._on_thread(lambda: os.unlink(self._paths.socket))
         listener.close()

@@ -73,12 +73,13 @@ def compose(
     active = [(job, held) for job, held in work if job.phase in ACTIVE]
     waiting = [(job, held) for job, held in work if job.phase not in ACTIVE]
     shards = ledger.shard_statuses()
+    newest = ledger.newest_trainer
     doing: DaemonState = "degraded" if ledger.failed_since_commit else "writing" if active else "idle"
     return ServiceStatus(
         host=here.host,
         root=here.root,
-        run_id=next((trainer.run_id for trainer in trainers), None),
-        attempt=max((trainer.attempt for trainer in trainers), default=None),
+        run_id=newest.run_id if newest else None,
+        attempt=newest.attempt if newest else None,
         daemon=DaemonStatus(
             pid=os.getpid(),
             pid_start=_own_start(os.getpid()),
@@ -93,8 +94,8 @@ def compose(
             depth=len(waiting),
             capacity=sum(trainer.slots for trainer in trainers),
             bytes=sum(job.nbytes for job, _ in waiting),
-            on_full="block",
-            blocked_seconds=0.0,
+            on_full=newest.on_full if newest else "block",
+            blocked_seconds=ledger.blocked_seconds,
         ),
         writing=[writing(job, held, now) for job, held in active],
         pending=[pending(held) for _, held in waiting],

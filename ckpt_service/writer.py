@@ -86,7 +86,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class CommitResult:
-    """What a commit did. ``direct``: all bytes went past the page cache; ``written`` is 0 if the file was there."""
+    """What a commit did. ``direct``: all bytes went past the page cache."""
 
     direct: bool
     written: int
@@ -188,13 +188,12 @@ def commit(
     token: str,
     options: WriteOptions,
     watcher: Watcher,
-    again: bool = False,
 ) -> CommitResult:
     """Write a snapshot and give it its final name. When this returns, the file survives any crash.
 
-    Doing it for a snapshot that another process has committed is harmless: the file is only made durable once more.
-    ``again`` says that this process has failed with it before: then everything is written anew, since a sync that has
-    failed once proves nothing when it is repeated.
+    A snapshot whose file is there already (a daemon died between its rename and its answer) is written anew and
+    replaces itself: nobody can tell whether a sync of that file or of its directory has failed before, and one that
+    has failed proves nothing when it is repeated.
 
     Raises:
         SnapshotSuperseded: a newer snapshot has this name already.
@@ -202,15 +201,6 @@ def commit(
         Stopped: the watcher said so; the temporary file is gone.
     """
     manifest, final = snapshot.manifest, snapshot.final_name
-    with _saying(snapshot, directory):
-        present = not again and _present(snapshot, directory)
-    if present:
-        # A daemon that died between its rename and its answer leaves this; its directory entry may not be durable yet.
-        watcher.syncing()
-        watcher.renaming()
-        with _saying(snapshot, directory):
-            directory.sync()
-        return CommitResult(direct=False, written=0)
     partial = naming.partial(final, attempt=manifest.attempt, sequence=manifest.sequence, host=host, token=token)
     with _saying(snapshot, directory):
         # A name that nobody looks for, in the final directory: a crash leaves litter, never half a checkpoint.
@@ -253,12 +243,6 @@ def sweep(directory: Directory, is_dead: Callable[[naming.PartialName], bool]) -
         if parsed is not None and is_dead(parsed) and directory.is_abandoned(name) and directory.remove(name):
             swept.append(name)
     return swept
-
-
-def _present(snapshot: Snapshot, directory: Directory) -> bool:
-    """Return whether the final name already holds this very snapshot."""
-    found = _look_at(directory, snapshot.final_name)
-    return found == snapshot.manifest
 
 
 def _give_way(snapshot: Snapshot, there: ShardManifest | Literal["legacy"] | None, directory: Directory) -> None:

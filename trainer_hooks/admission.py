@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 from pydantic import BaseModel
 
 from ckpt_service.errors import SaveFailed, SnapshotSkipped
+from ckpt_service.records import OnFull
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.group import Group
 from trainer_hooks.slots import SlotPool
-
-OnFull = Literal["block", "skip", "replace"]
 
 _PAUSE_SECONDS = 0.05
 
@@ -95,9 +93,12 @@ class Admission:
         """Drop a set if every rank could park its part of it."""
         assert self._client is not None
         parked = self._client.park(sequence)
-        drop = b"0" not in self._gather(b"1" if parked else b"0")
-        if parked:
-            self._client.unpark(sequence, drop=drop)
+        drop = False
+        try:
+            drop = b"0" not in self._gather(b"1" if parked else b"0")
+        finally:
+            if parked:  # also when a rank has died meanwhile: what is parked would never be written
+                self._client.unpark(sequence, drop=drop)
         return drop
 
 

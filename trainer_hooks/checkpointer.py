@@ -14,13 +14,11 @@ from typing import Any, Literal
 
 from ckpt_service import __version__, naming, ownership, scan, writer
 from ckpt_service.catalog import CheckpointId, State, build
-from ckpt_service.config import load_config
 from ckpt_service.errors import CkptError, RunDirectoryBusy, SaveFailed, ServiceUnavailable, StateMismatch
-from ckpt_service.records import Hello, Origin, ShardManifest
+from ckpt_service.records import Attempt, Hello, OnFull, Origin, ShardManifest
 from ckpt_service.retention import RetentionPolicy
 from ckpt_service.storage import LocalDirectory
 from trainer_hooks import layout, replicas, resume
-from trainer_hooks.admission import OnFull
 from trainer_hooks.capture import blueprint
 from trainer_hooks.choice import candidates
 from trainer_hooks.client import ServiceClient
@@ -29,7 +27,7 @@ from trainer_hooks.load import LoadedShard
 from trainer_hooks.peers import PeerNews
 from trainer_hooks.resume import ResumePoint
 from trainer_hooks.saving import Saver
-from trainer_hooks.start import Run, prepare_root, utc_now
+from trainer_hooks.start import Run, absolute_root, settings, utc_now
 from trainer_hooks.tickets import SaveTicket
 from trainer_hooks.topology import Topology
 from trainer_hooks.tracking import Tracked
@@ -88,19 +86,23 @@ class Checkpointer:
         postfix = naming.check_postfix(postfix)
         policy = retention or RetentionPolicy(keep_last)
         place = topology or Topology()
-        config = load_config(os.environ)
+        config, problem = settings(os.environ)
         self._allowed = Allowed(trust)
         self._tracked = Tracked()
+        self._on_full = on_full
         self._sequence = 0
         self._repeats: Counter[tuple[int, int]] = Counter()
         self._last: SaveTicket | None = None
         self._closed = False
         self._resumed = False
+        self._saved_in_attempt = False
         self._pid = os.getpid()
         host = ownership.host_name(os.environ)
-        self._run = Run(prepare_root(root, postfix), postfix, host, place, slots, config)
+        self._run = Run(absolute_root(root), postfix, host, place, slots, config, problem)
         client: ServiceClient | None = None
         try:
+            if place.world_size == 1:
+                self._run.open()  # several ranks meet in the constructor only if it is collective
             client = self._connected(service) if async_ckpt else None
             self._saver = Saver(self._run, policy, client, on_full)
         except BaseException:
@@ -146,7 +148,6 @@ class Checkpointer:
         self._repeats[(step, epoch)] += 1
         if state is None and not self._tracked:
             raise ValueError("state: give a state to save, or name objects with track() first")
-        self._saver.warn_of_failures()
         ticket = SaveTicket(step, epoch)
         if self._run.attempt is None:
             try:
@@ -157,15 +158,19 @@ class Checkpointer:
                 self._last = ticket
                 self._saver.fail(ticket, SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
                 return ticket
+        self._saved_in_attempt = True
         self._warn_of_strangers()
         manifest = self._manifest(step, epoch)
         if not self._run.topology.is_writer:
             self._contribute(manifest, tracked=state is None)
             ticket.resolve(None)
             return ticket
-        if not self._saver.admit(
-            manifest, ticket, final=final
-        ):  # before anything that may fail on this rank alone: it may vote
+        failures = self._saver.new_failures()
+        # Before anything that may fail on this rank alone (also a warning that is made an error): it may vote.
+        admitted = self._saver.admit(manifest, ticket, final=final)
+        for failure in failures:
+            warnings.warn(f"an earlier save failed: {failure}", stacklevel=2)
+        if not admitted:
             self._last = ticket
             return ticket
         shared = state is None and manifest.dp > 1
@@ -199,7 +204,8 @@ class Checkpointer:
         self._require_usable()
         if step is None and epoch is not None:
             raise ValueError("epoch: give the step as well")
-        self._settle()
+        self._run.open()
+        self._run.agree(self._settled, b"", kind=SaveFailed)
         found = build(resume.evidence(self._run))
         choice = candidates(found, self._run.topology, step, epoch)
         taken = resume.load_agreed(self._run, choice, self._allowed, explicit=step is not None)
@@ -214,7 +220,7 @@ class Checkpointer:
         mine = self._with_replica(loaded, point)
         self._run.agree(lambda: self._checked(mine, strict=strict), b"", kind=StateMismatch)
         if point.attempt:
-            self._run.note_origin(Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None))
+            self._go_on_from(Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None))
         self._run.agree(lambda: self._restored(mine), b"", kind=StateMismatch)
         if loaded.replica is None and self._run.topology.dp_rank > 0 and self._tracked:
             self._seed(point)
@@ -276,7 +282,29 @@ class Checkpointer:
         """Take the attempt and connect the writers to their daemons; all ranks succeed or all raise."""
         run, place = self._run, self._run.topology
         attempt = run.begin()
-        hello = Hello(
+        client: ServiceClient | None = None
+        if place.is_writer:
+            peers = PeerNews(run, run.exchange) if run.exchange is not None and not run.is_shared else None
+            socket = None if service == "auto" else os.path.abspath(service)
+            daemon = Service(run.root, run.postfix, run.host, socket, os.environ)
+            client = ServiceClient(daemon, self._hello(attempt), run.config, peers)
+
+        def start() -> bytes:
+            if client is not None:
+                client.start()
+            return b""
+
+        try:
+            run.agree(start, b"", kind=ServiceUnavailable)
+        except CkptError:
+            if client is not None:
+                client.close()
+            raise
+        return client
+
+    def _hello(self, attempt: Attempt) -> Hello:
+        run, place = self._run, self._run.topology
+        return Hello(
             version=__version__,
             role="trainer",
             pid=os.getpid(),
@@ -287,23 +315,8 @@ class Checkpointer:
             stage=place.stage,
             tp_rank=place.tp_rank,
             slots=run.slots,
+            on_full=self._on_full,
         )
-        peers = PeerNews(run, run.exchange) if run.exchange is not None and not run.is_shared else None
-        socket = None if service == "auto" else os.path.abspath(service)
-        daemon = Service(run.root, run.postfix, run.host, socket, os.environ)
-        client = ServiceClient(daemon, hello, run.config, peers)
-
-        def start() -> bytes:
-            if place.is_writer:
-                client.start()
-            return b""
-
-        try:
-            run.agree(start, b"", kind=ServiceUnavailable)
-        except CkptError:
-            client.close()
-            raise
-        return client if place.is_writer else None
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -362,11 +375,20 @@ class Checkpointer:
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Let older attempts finish what the daemon holds of theirs, then clear away what they left half written."""
+    def _go_on_from(self, origin: Origin) -> None:
+        """Write down what was resumed; after own saves another attempt begins with it, see :meth:`Run.note_origin`."""
+        self._run.note_origin(origin, used=self._saved_in_attempt)
+        self._saved_in_attempt = False
+        self._repeats.clear()
+        if self._run.attempt is not None:
+            self._saver.begin(self._hello(self._run.attempt))
+
+    def _settled(self) -> bytes:
+        """Let everything that is on its way be written, then clear away what older attempts left half written."""
         attempt, place = self._run.attempt, self._run.topology
         if attempt is None or not place.is_writer:
-            return
+            return b""
+        self._saver.drain(None)
         if not self._saver.settle():
             seconds = self._run.config.resume_wait_seconds
             warnings.warn(f"older snapshots were not written within {seconds} s and are dropped", stacklevel=3)
@@ -375,6 +397,7 @@ class Checkpointer:
                 writer.sweep(directory, lambda name: name.attempt < attempt.n and _tp_rank(name.final) == place.tp_rank)
         except OSError as error:
             log.warning("temporary files could not be cleared away: %s", error)
+        return b""
 
     def _with_replica(self, loaded: LoadedShard, point: ResumePoint) -> Any:
         return loaded.state if loaded.replica is None else {**loaded.state, **loaded.replica}
@@ -413,7 +436,7 @@ class Checkpointer:
             return
         try:
             self.close()
-        except SaveFailed as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the exit code has to tell
             print(f"ckpt-service: the last save was lost: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)  # an exception here would be printed, and the exit code stay 0

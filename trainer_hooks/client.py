@@ -7,6 +7,7 @@ Nothing here ever raises into training: the fate of a snapshot goes to its ticke
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -28,6 +29,7 @@ from ckpt_service.errors import (
 )
 from ckpt_service.records import (
     Accepted,
+    Blocked,
     Committed,
     DaemonMessage,
     Failed,
@@ -50,6 +52,7 @@ from trainer_hooks.peers import PeerNews
 from trainer_hooks.tickets import SaveTicket
 
 _RECONNECT_PAUSE_SECONDS = 0.2
+_OPEN_PAUSES_SECONDS = (0.1, 0.4, 1.0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Pending:
     done: Callable[[bool], None]
 
 
-_Outgoing = Pending | Settle | Park | Unpark | Lost | Goodbye
+_Outgoing = Hello | Pending | Settle | Park | Unpark | Lost | Blocked | Goodbye
 
 
 class ServiceClient:
@@ -96,6 +99,13 @@ class ServiceClient:
         self._channel = connect(self._service, self._hello, self._config)
         self._thread.start()
 
+    def begin(self, hello: Hello) -> None:
+        """Go on under another attempt; nothing may be pending."""
+        assert not self._pending, "what is pending belongs to the attempt before"
+        if hello != self._hello:
+            self._hello = hello
+            self._post(hello)
+
     def submit(self, pending: Pending) -> None:
         """Hand a snapshot over; returns at once."""
         with self._changed:
@@ -109,6 +119,10 @@ class ServiceClient:
         skipped = isinstance(error, SnapshotSkipped)
         message = str(error.args[0])
         self._post(Lost(manifest=manifest, skipped=skipped, message=message, code=error.code, hint=error.hint))
+
+    def report_blocked(self, seconds: float) -> None:
+        """Have the status say how long a save has waited for a slot."""
+        self._post(Blocked(seconds=seconds))
 
     def is_stalled(self, since: float) -> bool:
         """Return whether nothing has moved for ``stall_seconds``, counted from ``since`` at the earliest."""
@@ -201,10 +215,8 @@ class ServiceClient:
         self._post(Goodbye())
         if self._thread.ident is not None:
             self._thread.join(self._config.notice_seconds)
-        elif self._wake_writer >= 0:  # it never started, so nobody else closes the pipe
-            os.close(self._wake_writer)
-            os.close(self._wake_reader)
-            self._wake_reader = self._wake_writer = -1
+        if not self._thread.is_alive():
+            self._close_pipe()
         for pending in self._take_all():
             step = pending.offer.manifest.step
             lost = SaveFailed(f"step {step} was not committed before the end", op="close", step=step)
@@ -222,8 +234,6 @@ class ServiceClient:
             except (OSError, CkptError):
                 self._disconnect()
         self._disconnect()
-        os.close(self._wake_writer)
-        os.close(self._wake_reader)
 
     def _serve(self) -> bool:
         """Send what is to be sent and handle what has come; False after the goodbye."""
@@ -252,7 +262,7 @@ class ServiceClient:
     def _offer(self, pending: Pending) -> None:
         assert self._channel is not None
         try:
-            directory = LocalDirectory.open(pending.offer.directory)
+            directory = self._opened(pending.offer.directory)
         except OSError as error:
             manifest = pending.offer.manifest
             failure = from_os_error(error, op=f"saving step {manifest.step}", kind=SaveFailed, step=manifest.step)
@@ -263,10 +273,21 @@ class ServiceClient:
         with directory:
             self._channel.send(wire.encode(pending.offer, 2), [pending.memory, directory.fd])
 
+    def _opened(self, path: str) -> LocalDirectory:
+        """Open the final directory; what may pass (no descriptors, a stale handle) is tried again, a little later."""
+        for pause in _OPEN_PAUSES_SECONDS:
+            try:
+                return LocalDirectory.open(path)
+            except OSError as error:
+                if not from_os_error(error, op="opening").retryable:
+                    raise
+                time.sleep(pause)
+        return LocalDirectory.open(path)
+
     def _pass_news_on(self) -> None:
-        news = self._peers.news() if self._peers is not None else None
-        if news is not None and self._channel is not None:
-            self._channel.send(wire.encode(news), [])
+        for news in self._peers.news() if self._peers is not None else ():
+            if self._channel is not None:
+                self._channel.send(wire.encode(news), [])
 
     def _reconnect(self) -> bool:
         """Get a daemon again and hand everything over again; False when this client is closing."""
@@ -339,12 +360,17 @@ class ServiceClient:
 
     def _post(self, message: _Outgoing) -> None:
         self._outbox.append(message)
-        try:
-            os.write(self._wake_writer, b"1")
-        except BlockingIOError:
-            pass  # it has enough reasons to wake up
-        except OSError:
-            pass  # the thread has ended, and with it all that was pending
+        with self._changed:  # not after the pipe is closed: its number may be that of another file by then
+            if self._wake_writer >= 0:
+                with contextlib.suppress(BlockingIOError):  # it has enough reasons to wake up
+                    os.write(self._wake_writer, b"1")
+
+    def _close_pipe(self) -> None:
+        with self._changed:
+            if self._wake_writer >= 0:
+                os.close(self._wake_writer)
+                os.close(self._wake_reader)
+                self._wake_reader = self._wake_writer = -1
 
     def _forget_in_child(self) -> None:
         self._disconnect()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ckpt_service import naming, ownership
 from ckpt_service.config import ServiceConfig
-from ckpt_service.errors import CkptError, RunDirectoryBusy
+from ckpt_service.errors import CkptError, RunDirectoryBusy, from_os_error
 from ckpt_service.storage import create_small, make_directories, write_small
 from trainer_hooks.exchange import Exchange, FileExchange, StoreExchange
 from trainer_hooks.topology import Topology
@@ -207,7 +207,10 @@ class LaunchGroup:
         self._topology = topology
         self._patience_seconds = patience_seconds
         self._round = 0
-        make_directories(directory)
+        try:
+            make_directories(directory)
+        except OSError as error:
+            raise from_os_error(error, op="preparing the root", kind=CkptError, path=directory) from error
         self._nonce = self._announce() if topology.rank == 0 else self._join()
 
     def gather(self, value: bytes) -> list[bytes]:
@@ -345,12 +348,9 @@ def join(
         RunDirectoryBusy: this rank has started already in this launch.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.world_size):
-            raise ValueError(
-                f"topology: rank {topology.rank} of {topology.world_size}, and torch.distributed says rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}"
-            )
-        return TorchGroup(config.start_seconds)
+        group = TorchGroup(config.start_seconds)
+        _require_one_mesh(group, topology)
+        return group
     if topology.world_size == 1:
         return Solo()
     launch = launch_id(environ)
@@ -361,6 +361,20 @@ def join(
         )
     directory = os.path.join(ownership.service_path(root, postfix), naming.LAUNCHES, naming.launch_directory(launch))
     return LaunchGroup(directory, topology, config.resume_wait_seconds)
+
+
+def _require_one_mesh(group: Group, topology: Topology) -> None:
+    """Raise ``ValueError``, on all ranks, where some rank has another mesh or another place than its rank."""
+    sizes = (topology.pp, topology.dp, topology.tp)
+    said = [tuple(json.loads(answer)) for answer in group.gather(json.dumps([topology.rank, *sizes]).encode())]
+    for rank in sorted(range(len(said)), key=lambda rank: rank != dist.get_rank()):  # one's own mistake first
+        claimed, pp, dp, tp = said[rank]
+        if (claimed, pp * dp * tp) != (rank, len(said)):
+            raise ValueError(
+                f"topology: rank {claimed} of {pp * dp * tp}, and torch.distributed says rank {rank} of {len(said)}"
+            )
+        if (pp, dp, tp) != said[0][1:]:
+            raise ValueError(f"topology: rank {rank} has pp, dp, tp = {pp, dp, tp}, and rank 0 has {said[0][1:]}")
 
 
 def subset(group: Group, ranks: list[int]) -> Group:

@@ -15,6 +15,8 @@ from ckpt_service.records import Peers, RankHolds
 from trainer_hooks.exchange import Exchange
 from trainer_hooks.start import Run
 
+_HOLDS_IN_A_MESSAGE = 20_000  # about 20 bytes each, and a frame of the protocol holds a MiB
+
 
 class PeerNews:
     """Tells the others what this rank holds, and hears what they do."""
@@ -33,20 +35,33 @@ class PeerNews:
         with suppress(RuntimeError, OSError):  # it is gone with its rank; the others hold back, up to their bound
             self._exchange.put(_key(place.stage, place.tp_rank), json.dumps(holds).encode())
 
-    def news(self) -> Peers | None:
-        """Return what the other ranks hold if any of it has changed since the last call, else None."""
+    def news(self) -> list[Peers]:
+        """Return what the other ranks hold and has changed since the last call, in messages of bounded size."""
         before = dict(self._heard)
         with suppress(RuntimeError, OSError):
             for rank in self._others():
                 found = self._exchange.peek(_key(*rank))
                 if found is not None:
                     self._heard[rank] = RankHolds(stage=rank[0], tp_rank=rank[1], holds=json.loads(found))
-        return Peers(ranks=list(self._heard.values())) if self._heard != before else None
+        return batches([holds for rank, holds in self._heard.items() if before.get(rank) != holds])
 
     def _others(self) -> list[tuple[int, int]]:
         place = self._run.topology
         ranks = [(stage, tp) for stage in range(place.pp) for tp in range(place.tp)]
         return [rank for rank in ranks if rank != (place.stage, place.tp_rank)]
+
+
+def batches(changed: list[RankHolds]) -> list[Peers]:
+    """Put as many ranks into a message as its frame will surely hold; 128 ranks with long histories need several."""
+    messages: list[list[RankHolds]] = []
+    room = 0
+    for rank in changed:
+        if not messages or len(rank.holds) > room:
+            messages.append([])
+            room = _HOLDS_IN_A_MESSAGE
+        messages[-1].append(rank)
+        room -= len(rank.holds) + 1
+    return [Peers(ranks=ranks) for ranks in messages]
 
 
 def _key(stage: int, tp_rank: int) -> str:

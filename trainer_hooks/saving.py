@@ -19,12 +19,12 @@ from pathlib import Path
 from ckpt_service import prune, writer
 from ckpt_service.errors import CkptError, SaveFailed, from_os_error
 from ckpt_service.prune import History
-from ckpt_service.records import Offer, Retention, ShardManifest
+from ckpt_service.records import Hello, Offer, OnFull, Retention, ShardManifest
 from ckpt_service.retention import RetentionPolicy
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions
 from trainer_hooks import capture, replicas
-from trainer_hooks.admission import Admission, OnFull
+from trainer_hooks.admission import Admission
 from trainer_hooks.capture import Blueprint
 from trainer_hooks.client import Pending, ServiceClient
 from trainer_hooks.group import Solo
@@ -32,6 +32,7 @@ from trainer_hooks.slots import Slot, SlotPool
 from trainer_hooks.start import Run
 from trainer_hooks.tickets import SaveTicket
 
+_NOTABLE_SECONDS = 0.01  # a slot that is free is had faster
 _RESERVE_BYTES = 256 << 10  # for what each other replica contributes
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,11 @@ class Saver:
         else:
             work()
 
+    def begin(self, hello: Hello) -> None:
+        """Go on under another attempt; nothing may be pending."""
+        if self._client is not None:
+            self._client.begin(hello)
+
     def settle(self) -> bool:
         """Let the daemon finish what older attempts left with it; False if that took too long and was dropped."""
         return self._client is None or self._client.settle()
@@ -116,10 +122,9 @@ class Saver:
         ticket.fail(error)
         _note(self._failures, error)
 
-    def warn_of_failures(self) -> None:
-        """Tell the training loop what has failed since it was last told."""
-        while self._failures:
-            warnings.warn(f"an earlier save failed: {self._failures.popleft()}", stacklevel=3)
+    def new_failures(self) -> list[SaveFailed]:
+        """Return what has failed since this was last asked."""
+        return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def _lose(self, manifest: ShardManifest, ticket: SaveTicket, error: SaveFailed) -> None:
         ticket.fail(error)
@@ -131,6 +136,7 @@ class Saver:
     def _slot(self, plan: Blueprint, manifest: ShardManifest, *, reserve: int) -> Slot:
         began = time.monotonic()
         slot = self._pool.take(plan.layout.nbytes + reserve, lambda: self._admission.may_wait(began))
+        self._note_wait(time.monotonic() - began)
         if slot is None:
             raise SaveFailed(
                 f"step {manifest.step} was not saved: all {self._pool.count} slots are taken and nothing has moved "
@@ -140,6 +146,11 @@ class Saver:
                 hint="look at the status file and the daemon's log",
             )
         return slot
+
+    def _note_wait(self, seconds: float) -> None:
+        """Have the status tell how long saves have waited for a slot."""
+        if seconds > _NOTABLE_SECONDS and self._client is not None:
+            self._client.report_blocked(seconds)
 
     def _carefully(self, work: Callable[[], None], manifest: ShardManifest, slot: Slot, ticket: SaveTicket) -> None:
         """Do the rest of a save; whatever goes wrong before the slot has a new owner goes to the ticket."""

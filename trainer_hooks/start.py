@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from ckpt_service import naming, ownership
-from ckpt_service.config import ServiceConfig
+from ckpt_service.config import ServiceConfig, load_config
 from ckpt_service.errors import CkptError, RunDirectoryBusy, from_os_error
 from ckpt_service.ownership import RunLock
 from ckpt_service.records import Attempt, Origin, TopologyRecord
@@ -26,9 +26,9 @@ _OK, _FAILED = b"+", b"-"
 class Run:
     """A run directory as one rank sees it. ``attempt`` is None until this start has written or means to.
 
-    ``exchange`` is there from :meth:`begin` on where ranks have something to leave for each other.
-    ``origin`` is what was resumed from; it goes into the record of the attempt. ``is_shared``: all ranks see one
-    directory.
+    ``problem`` is what is wrong with the settings of this host. ``exchange`` is there from :meth:`begin` on where ranks
+    have something to leave for each other. ``origin`` is what was resumed from; it goes into the record of the attempt.
+    ``is_shared``: all ranks see one directory.
     """
 
     root: str
@@ -37,12 +37,14 @@ class Run:
     topology: Topology
     slots: int
     config: ServiceConfig
+    problem: ValueError | None = None
     attempt: Attempt | None = None
     origin: Origin | None = None
     is_shared: bool = True
     exchange: Exchange | None = field(default=None, repr=False)
     _group: Group | None = field(default=None, repr=False)
     _lock: RunLock | None = field(default=None, repr=False)
+    _is_open: bool = field(default=False, repr=False)
 
     @property
     def stage_directory(self) -> str:
@@ -66,12 +68,24 @@ class Run:
         ranks = [rank for rank in range(place.world_size) if replace(place, rank=rank).is_writer]
         return groups.subset(self.group, ranks)
 
+    def open(self) -> None:
+        """Prove on every rank that the settings are sound and that the root can be written; collective, once.
+
+        Raises:
+            ValueError: the settings of this host are wrong; the other ranks raise ``CkptError``.
+            CkptError: the root cannot be made or written, on some rank.
+        """
+        if not self._is_open:
+            self.agree(self._prepared, b"", kind=CkptError)
+            self._is_open = True
+
     def begin(self) -> Attempt:
         """Take the run lock and an attempt; collective on all ranks.
 
         Raises:
             RunDirectoryBusy: another run is alive on this directory; on all ranks.
         """
+        self.open()
         if self.attempt is None:
             mine = self.agree(lambda: self._take().model_dump_json().encode(), b"", on=(0,), kind=RunDirectoryBusy)
             self.attempt = Attempt.model_validate_json(mine[0])
@@ -80,11 +94,16 @@ class Run:
                 self._open_exchange()
         return self.attempt
 
-    def note_origin(self, origin: Origin) -> None:
-        """Write down durably what this start resumed from; collective, so that no rank goes on before it is written."""
+    def note_origin(self, origin: Origin, *, used: bool) -> None:
+        """Write down durably what this start resumed from; collective, so that no rank goes on before it is written.
+
+        ``used`` says that this attempt has saved already. Then another one begins with the resume: what the attempt has
+        saved since the origin lies on a branch that is left, and an attempt cannot be on two branches.
+        """
         self.origin = origin
         if self.attempt is not None:
-            mine = self.agree(self._record_origin, b"", on=(0,), kind=CkptError)
+            work = self._new_attempt if used else self._record_origin
+            mine = self.agree(lambda: work().model_dump_json().encode(), b"", on=(0,), kind=CkptError)
             self.attempt = Attempt.model_validate_json(mine[0])
             self._adopted()
 
@@ -188,33 +207,57 @@ class Run:
             attempt = ownership.record_resume(self.root, self.postfix, attempt, self.origin)
         return attempt
 
-    def _record_origin(self) -> bytes:
+    def _record_origin(self) -> Attempt:
         assert self.attempt is not None
         assert self.origin is not None
-        return ownership.record_resume(self.root, self.postfix, self.attempt, self.origin).model_dump_json().encode()
+        return ownership.record_resume(self.root, self.postfix, self.attempt, self.origin)
+
+    def _prepared(self) -> bytes:
+        if self.problem is not None:
+            raise self.problem
+        prepare_root(self.root, self.postfix)
+        return b""
 
 
-def prepare_root(root: str | os.PathLike[str], postfix: str | None) -> str:
-    """Return the root as an absolute path without links, made if need be, after a proof that it can be written.
+def absolute_root(root: str | os.PathLike[str]) -> str:
+    """Return the root as an absolute path without links.
 
     Raises:
         ValueError: its path is not text.
-        CkptError: it cannot be made or written; says why.
     """
     path = os.path.realpath(os.fspath(root))
     try:
         path.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"root={path!r}: its name is not valid UTF-8, and the daemon is told it as text") from error
-    service = ownership.service_path(path, postfix)
+    return path
+
+
+def prepare_root(root: str, postfix: str | None) -> None:
+    """Make the root if need be, and prove that it can be written.
+
+    Raises:
+        CkptError: it cannot; says why.
+    """
+    service = ownership.service_path(root, postfix)
     probe = os.path.join(service, f".probe.{os.uname().nodename}.{os.getpid()}")
     try:
         make_directories(service)
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
         os.unlink(probe)
     except OSError as error:
-        raise from_os_error(error, op="preparing the root", kind=CkptError, path=path) from error
-    return path
+        raise from_os_error(error, op="preparing the root", kind=CkptError, path=root) from error
+
+
+def settings(environ: Mapping[str, str]) -> tuple[ServiceConfig, ValueError | None]:
+    """Return the settings of this host, or the defaults and what is wrong with them.
+
+    A mistake on one host must not keep its ranks from meeting the others, who would wait for them.
+    """
+    try:
+        return load_config(environ), None
+    except ValueError as error:
+        return load_config({}), error
 
 
 def utc_now() -> datetime:

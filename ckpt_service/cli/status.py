@@ -70,7 +70,7 @@ def _print(document: ServiceStatus, now: datetime, stale_seconds: float) -> None
     daemon, age = document.daemon, _age(document, now)
     stale = "" if daemon.state == "stopped" or age <= stale_seconds else f", STALE for {age:.0f} s"
     state = "DEAD, it left no word" if is_dead(document) else daemon.state
-    trainers = ", no trainer connected" if document.attempt is None and daemon.state != "stopped" else ""
+    trainers = ", no trainer connected" if document.queue.capacity == 0 and daemon.state != "stopped" else ""
     typer.echo(f"{document.host}: {state} (pid {daemon.pid}){trainers}{stale}")
     if document.last_complete is None:
         typer.echo("  no complete checkpoint yet")

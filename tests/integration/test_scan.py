@@ -399,6 +399,21 @@ def test_nothing_is_deleted_while_some_file_cannot_be_read(tmp_path: Path) -> No
     assert (again.deleted, again.errors) == (1, ())
 
 
+@pytest.mark.parametrize("content", [b"", b'{"n": 1', b"\xff"])
+def test_a_record_of_an_attempt_that_cannot_be_read_stops_retention(tmp_path: Path, content: bytes) -> None:
+    write_attempt(tmp_path, 1)
+    for sequence in (1, 2, 3):
+        write_shard(tmp_path / "checkpoint_0", step=sequence, sequence=sequence)
+    record = tmp_path / ".ckpt_service" / "attempts" / "2.json"
+    record.write_bytes(content)  # it may have said that the run was rolled back
+    done = prune(tmp_path, step=3, sequence=3)
+    (error,) = done.errors
+    assert (done.deleted, error.path) == (0, str(record))
+    assert str(error).startswith(f"nothing is deleted: {record} cannot be read; restore the record")
+    record.unlink()
+    assert prune(tmp_path, step=3, sequence=3).deleted == 1
+
+
 def test_pruner_looks_after_all_its_shards(tmp_path: Path) -> None:
     write_attempt(tmp_path, 1)
     pruner = Pruner(str(tmp_path), None)

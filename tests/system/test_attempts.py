@@ -287,3 +287,101 @@ def test_a_late_write_of_a_dead_trainer_never_replaces_what_the_new_one_saved(
     assert sorted(path.name for path in directory.iterdir()) == [f"ckpt_step_{n}_epoch_0.pt" for n in (100, 110)]
     found = manifest_in(directory / "ckpt_step_100_epoch_0.pt")
     assert (value_in(directory / "ckpt_step_100_epoch_0.pt"), found.attempt) == (2, 2)
+
+
+ROLLING_BACK = """
+def saved(step):
+    checkpointer.save(step, state={"value": torch.full((9000,), float(step))}).wait_committed(60)
+def resumed(**numbers):
+    point = checkpointer.resume(**numbers)
+    return point.step, point.attempt, point.sequence
+checkpointer = Checkpointer(root, topology=place, async_ckpt=asynchronous, keep_last=4)
+saved(1), saved(2), saved(3)
+say("rolled-back", resumed(step=1), checkpointer.latest().step)
+hear("go")
+saved(4), saved(2)
+say("again", resumed(), resumed(step=2), checkpointer.latest().step)
+checkpointer.close()
+"""
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_roll_back_in_the_object_that_has_saved_begins_another_attempt(run: RunDirectory, asynchronous: bool) -> None:
+    ranks = run.ranks(f"asynchronous = {asynchronous}\n{ROLLING_BACK}", tp=2)
+    assert ranks.say("rolled-back") == ["(1, 1, 1) 1"] * 2
+    assert states(run) == {(1, 1): "complete", (1, 2): "abandoned", (1, 3): "abandoned"}
+    assert attempt(run, 2)["resumed_from"] == {"attempt": 1, "sequence": 1, "explicit": True}
+    assert attempt(run, 1)["resumed_from"] is None
+    ranks.hear("go")
+    assert ranks.say("again") == ["(2, 2, 5) (2, 2, 5) 2"] * 2
+    ranks.end()
+    # What was resumed is the head of the second attempt, so the third, which has saved nothing, abandons nothing.
+    assert states(run) == {(1, 1): "complete", (2, 4): "complete", (2, 2): "complete"}
+    assert {n: attempt(run, n)["resumed_from"] for n in (3,)} == {3: {"attempt": 2, "sequence": 5, "explicit": True}}
+
+
+def test_a_resume_waits_for_the_objects_own_saves(run: RunDirectory) -> None:
+    trainer = run.trainer(
+        """
+        checkpointer = Checkpointer(root)
+        for step in (1, 2):
+            checkpointer.save(step, state=state(step, megabytes=4))
+        say("from", checkpointer.resume().step)
+        """,
+        CKPT_SERVICE_RATE_LIMIT_BYTES_PER_SECOND=str(4 << 20),
+        CKPT_SERVICE_CHUNK_BYTES=str(1 << 20),
+    )
+    assert trainer.says("from") == "2"
+    trainer.ends()
+
+
+WRONG_ON_ONE_RANK = """
+began = time.monotonic()
+try:
+    Checkpointer(root, topology=place, async_ckpt=asynchronous).resume()
+except Exception as error:
+    say("refused", round(time.monotonic() - began), type(error).__name__, error)
+hear("go")
+"""
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("meet", ["gloo", "launch"])
+def test_settings_that_are_wrong_on_one_host_are_told_on_all_ranks(
+    run: RunDirectory, meet: Meeting, asynchronous: bool
+) -> None:
+    wrong = {1: {"CKPT_SERVICE_STALL_SECONDS": "soon"}}
+    body = f"asynchronous = {asynchronous}\n{WRONG_ON_ONE_RANK}"
+    ranks = run.ranks(body, tp=2, meet=meet, each=lambda rank: wrong.get(rank, {}))
+    first, second = ranks.say("refused")
+    assert "CkptError rank 1: ValueError: CKPT_SERVICE_STALL_SECONDS='soon'" in first
+    assert "ValueError CKPT_SERVICE_STALL_SECONDS='soon'" in second
+    ranks.kill()
+    assert not (run.root / ".ckpt_service" / "attempts").exists(), "no attempt was taken"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_root_that_cannot_be_made_on_one_host_is_told_on_all_ranks(run: RunDirectory, asynchronous: bool) -> None:
+    body = f"asynchronous = {asynchronous}\n{WRONG_ON_ONE_RANK}"
+    ranks = run.ranks(body, tp=2, each=lambda rank: {"ROOT": "/proc/nowhere"} if rank else {})
+    for said in ranks.say("refused"):
+        seconds, kind, reason = said.split(maxsplit=2)
+        assert (int(seconds) < 20, kind) == (True, "CkptError")
+        assert "preparing the root failed: No such file or directory: /proc/nowhere" in reason
+    ranks.kill()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("Topology(rank=0, tp=2)", "rank 0 of 2, and torch.distributed says rank 1 of 2"),
+        ("Topology()", "rank 0 of 1, and torch.distributed says rank 1 of 2"),
+        ("Topology(rank=1, pp=2)", "rank 1 has pp, dp, tp = (2, 1, 1), and rank 0 has (1, 1, 2)"),
+    ],
+)
+def test_a_topology_that_is_wrong_on_one_rank_is_told_on_all_ranks(run: RunDirectory, wrong: str, told: str) -> None:
+    mistake = f"place = {wrong} if rank == 1 else place\nasynchronous = True\n"
+    ranks = run.ranks(mistake + WRONG_ON_ONE_RANK, tp=2)
+    for said in ranks.say("refused"):
+        assert said.endswith(f"ValueError topology: {told}")
+    ranks.kill()

@@ -28,6 +28,8 @@ say("closed")
 hear("exit")
 """
 
+OWN = ("socket:", "anon_inode:[eventpoll]", "anon_inode:[pidfd]")
+
 
 def is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
@@ -60,7 +62,11 @@ def test_the_daemon_has_nothing_of_the_trainer(run: RunDirectory) -> None:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 found.append(os.readlink(entry))
-        return [t for t in found if t not in known and not t.startswith(("socket:", "anon_inode:[eventpoll]"))]
+        return [
+            t
+            for t in found
+            if t not in known and not t.startswith(("socket:", "anon_inode:[eventpoll]", "anon_inode:[pidfd]"))
+        ]
 
     wait_for(lambda: not strange(), f"it has only its own, apart from what it is just publishing: {strange()}", 5)
     socket = Path(run.daemon().socket)

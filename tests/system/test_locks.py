@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from support.processes import OBEY, RunDirectory, daemons_of, wait_for
 
 from trainer_hooks import Checkpointer
@@ -47,17 +48,23 @@ def test_a_second_live_run_is_refused_and_a_reader_is_not(run: RunDirectory) -> 
     owner.kill()
 
 
-def test_a_worker_that_outlives_its_trainer_holds_nothing(run: RunDirectory) -> None:
-    trainer = run.trainer(
-        SAVED
-        + """
+FORKED_BY_PYTHON = """
 worker = os.fork()
 if worker == 0:
-    say("worker", os.getpid())
     signal.pause()
-hear("never")
 """
-    )
+FORKED_BEHIND_PYTHONS_BACK = """
+import ctypes
+libc = ctypes.PyDLL(None)
+worker = libc.fork()  # none of Python's hooks runs in the child, so it keeps the trainer's socket
+if worker == 0:
+    libc.pause()
+"""
+
+
+@pytest.mark.parametrize("fork", [FORKED_BY_PYTHON, FORKED_BEHIND_PYTHONS_BACK])
+def test_a_worker_that_outlives_its_trainer_holds_nothing(run: RunDirectory, fork: str) -> None:
+    trainer = run.trainer(f'{SAVED}\n{fork}\nsay("worker", worker)\nhear("never")')
     worker = int(trainer.says("worker"))
     try:
         daemon = run.daemon()

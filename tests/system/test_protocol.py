@@ -348,6 +348,24 @@ def test_the_wrong_number_of_descriptors_is_refused(service: Service) -> None:
         assert "2 descriptors" in client.refusal()
 
 
+def test_an_offer_that_is_repeated_is_one_snapshot(service: Service) -> None:
+    with service.client() as client:
+        client.welcomed(service.directory)
+        message = Offer(manifest=stated(), directory=str(service.bad), umask=0o022, retention=Retention())
+        directory, fd = os.open(service.bad, os.O_RDONLY), memory(image_of(stated()))
+        for _ in range(20):
+            client.send(wire.encode(message, 2), [fd, directory])
+        os.close(directory)
+        os.close(fd)
+        answers = [client.next() for _ in range(21)]
+        while sum(isinstance(answer, Accepted) for answer in answers) < 20:
+            answers.append(client.next())
+        assert not any(answer is None or isinstance(answer, Refused) for answer in answers)
+    service.commits()
+    wait_for(lambda: not list(service.bad.glob(".*.partial")), "all are written")
+    assert (service.bad / "ckpt_step_1_epoch_0.pt").read_bytes()[:4] == b"PK\3\4"
+
+
 def test_descriptors_that_nobody_asked_for_are_closed(service: Service) -> None:
     with service.client() as client, open(os.devnull) as null:
         client.welcomed(service.directory)

@@ -305,3 +305,50 @@ def test_skipping_needs_a_vote_and_a_vote_needs_torch_distributed(run: RunDirect
     assert ranks[0].says("path") == str(directory / "ckpt_step_1_epoch_0_tp0.pt")
     ranks.end()
     wait_for(run.daemon_has_left, "the daemon leaves: the start that was refused holds on to nothing", seconds=15)
+
+
+VOTES_ALONE = """
+checkpointer = Checkpointer(root, topology=place, slots=2, on_full="replace")
+for step in (1, 2):
+    checkpointer.save(step, state=state(step, 2))
+hear("go")
+if rank == 0:
+    os._exit(1)
+ticket = checkpointer.save(3, state=state(3, 2))
+say("third", type(ticket.committed.exception(60)).__name__)
+checkpointer.drain()
+say("files", *sorted(os.listdir(os.path.join(root, "checkpoint_0"))))
+os._exit(0)
+"""
+
+
+def test_what_was_parked_for_a_vote_that_never_ended_is_written(run: RunDirectory) -> None:
+    slow = {"CKPT_SERVICE_RATE_LIMIT_BYTES_PER_SECOND": str(1 << 20), "CKPT_SERVICE_CHUNK_BYTES": str(64 << 10)}
+    ranks = run.ranks(VOTES_ALONE, tp=2, **slow)
+    wait_for(run.being_written, "the first is being written")
+    ranks.hear("go")
+    assert ranks[1].says("third") == "SaveFailed"
+    names = ranks[1].says("files").split()
+    assert {"ckpt_step_1_epoch_0_tp1.pt", "ckpt_step_2_epoch_0_tp1.pt"} <= set(names)
+    ranks[1].ends()
+
+
+def test_the_status_tells_the_policy_and_how_long_saves_were_blocked(run: RunDirectory) -> None:
+    trainer = run.trainer(
+        """
+        checkpointer = Checkpointer(root, slots=1)
+        for step in range(3):
+            checkpointer.save(step, state=state(step, 2))
+        checkpointer.close()
+        """,
+        CKPT_SERVICE_RATE_LIMIT_BYTES_PER_SECOND=str(8 << 20),
+        CKPT_SERVICE_CHUNK_BYTES=str(256 << 10),
+    )
+    trainer.ends()
+    wait_for(run.daemon_has_left, "the daemon leaves")
+    status = run.status()
+    assert status is not None
+    assert status.daemon.state == "stopped"
+    assert (status.attempt, len(status.run_id or "")) == (1, 8), "the status is still about this run"
+    assert status.queue.on_full == "block"
+    assert 0.1 < status.queue.blocked_seconds < 30

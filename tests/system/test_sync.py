@@ -140,6 +140,21 @@ def test_without_close_the_exit_code_tells(run: RunDirectory) -> None:
     assert "step 2" in errors
 
 
+def test_whatever_goes_wrong_at_the_end_the_exit_code_tells(run: RunDirectory) -> None:
+    trainer = run.trainer(
+        """
+        checkpointer = Checkpointer(root)
+        checkpointer.save(1, state=state(1, megabytes=1))
+        def drain(timeout=None):
+            raise MemoryError("no memory at the end")
+        checkpointer.drain = drain
+        """
+    )
+    _, errors = trainer.process.communicate(timeout=60)
+    assert trainer.process.returncode == 1
+    assert "ckpt-service: the last save was lost: no memory at the end" in errors
+
+
 def test_an_exception_of_the_body_matters_more_than_a_lost_save(run: RunDirectory) -> None:
     trainer = run.trainer(LIMITED + "\nwith checkpointer:\n    raise KeyError('mine')\n")
     _, errors = trainer.process.communicate(timeout=60)

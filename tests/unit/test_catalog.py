@@ -66,6 +66,13 @@ def test_legacy_comes_first_by_epoch_and_then_step() -> None:
     assert steps([*files, shard(1, 1, 1)], attempt(1)) == [(99, 0), (9, 1), (10, 1), (3, 2), (1, 0)]
 
 
+def test_ranks_that_count_their_saves_differently_are_named() -> None:
+    files = [shard(1, 3, 5, tp=2), shard(1, 4, 5, tp=2, tp_rank=1)]
+    (found,) = catalog(files, attempt(1)).checkpoints
+    assert (found.state, found.id.sequence) == (State.COMPLETE, 3)
+    assert found.reason == "it is save number 3, and stage 0 tp 1 counts 4"
+
+
 # --- sets -------------------------------------------------------------------------------------------------------------
 
 

@@ -186,6 +186,7 @@ FROM_TRAINERS: list[dict[str, Any]] = [
         "stage": 3,
         "tp_rank": 1,
         "slots": 2,
+        "on_full": "skip",
     },
     OFFER,
     {"type": "settle", "attempt": 2, "stage": 3, "tp_rank": 1, "cancel": True},
@@ -193,6 +194,7 @@ FROM_TRAINERS: list[dict[str, Any]] = [
     {"type": "unpark", "snapshot_id": "4-13-0-1", "drop": True},
     {"type": "peers", "ranks": [{"stage": 0, "tp_rank": 1, "holds": [[4, 12], [4, 13]]}]},
     {"type": "lost", "manifest": MANIFEST, "skipped": False, "message": "no", "code": "EIO", "hint": None},
+    {"type": "blocked", "seconds": 0.5},
     {"type": "goodbye"},
 ]
 FROM_DAEMONS: list[dict[str, Any]] = [
