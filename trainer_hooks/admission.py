@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from ckpt_service.errors import SaveFailed, SnapshotSkipped
+from ckpt_service.errors import CkptError, SaveFailed, SnapshotSkipped
 from ckpt_service.records import OnFull
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.group import Group
@@ -86,7 +86,7 @@ class Admission:
     def _gather(self, mine: bytes) -> list[bytes]:
         try:
             return self._voters.gather(mine)
-        except RuntimeError as error:  # gloo's word for a rank that has died
+        except CkptError as error:
             raise SaveFailed(f"the ranks could not vote on this save: {error}", op="save") from error
 
     def _drop(self, sequence: int) -> bool:

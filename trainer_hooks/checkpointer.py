@@ -7,27 +7,24 @@ import logging
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal
 
-from ckpt_service import __version__, naming, ownership, scan, writer
-from ckpt_service.catalog import CheckpointId, State, build
-from ckpt_service.errors import CkptError, RunDirectoryBusy, SaveFailed, ServiceUnavailable, StateMismatch
-from ckpt_service.records import Attempt, Hello, OnFull, Origin, ShardManifest
+from ckpt_service import naming, ownership, scan
+from ckpt_service.catalog import CheckpointId
+from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable
+from ckpt_service.records import OnFull, Retention
 from ckpt_service.retention import RetentionPolicy
-from ckpt_service.storage import LocalDirectory
-from trainer_hooks import layout, replicas, resume
-from trainer_hooks.capture import blueprint
-from trainer_hooks.choice import candidates
+from trainer_hooks.callbacks import Announcer, OnCommitted
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.launch import Service
-from trainer_hooks.load import LoadedShard
 from trainer_hooks.peers import PeerNews
+from trainer_hooks.restoring import Restorer
 from trainer_hooks.resume import ResumePoint
-from trainer_hooks.saving import Saver
-from trainer_hooks.start import Run, absolute_root, settings, utc_now
+from trainer_hooks.saves import Saves
+from trainer_hooks.saving import Saver, Target
+from trainer_hooks.start import Run, absolute_root, settings
 from trainer_hooks.tickets import SaveTicket
 from trainer_hooks.topology import Topology
 from trainer_hooks.tracking import Tracked
@@ -56,6 +53,8 @@ class Checkpointer:
         staging: "overlap" or "blocking". Both copy the state before ``save`` returns in this release.
         service: "auto" finds or starts this user's daemon for the run directory; a path is the socket of another one.
         trust: classes, beyond plain values, that a state may hold.
+        on_committed: called with the ticket of each save whose file has become durable, on a thread of its own in this
+            process. What it raises is a warning at the next ``save``, or at ``close()``.
 
     Raises:
         ValueError: an option is wrong; names it.
@@ -78,6 +77,7 @@ class Checkpointer:
         staging: Literal["overlap", "blocking"] = "overlap",
         service: str | os.PathLike[str] = "auto",
         trust: Iterable[type] = (),
+        on_committed: OnCommitted | None = None,
     ) -> None:
         _one_of("on_full", on_full, ("block", "skip", "replace"))
         _one_of("staging", staging, ("overlap", "blocking"))
@@ -87,29 +87,28 @@ class Checkpointer:
         policy = retention or RetentionPolicy(keep_last)
         place = topology or Topology()
         config, problem = settings(os.environ)
-        self._allowed = Allowed(trust)
-        self._tracked = Tracked()
-        self._on_full = on_full
-        self._sequence = 0
-        self._repeats: Counter[tuple[int, int]] = Counter()
-        self._last: SaveTicket | None = None
         self._closed = False
-        self._resumed = False
-        self._saved_in_attempt = False
         self._pid = os.getpid()
+        self._tracked = Tracked()
+        allowed = Allowed(trust)
         host = ownership.host_name(os.environ)
-        self._run = Run(absolute_root(root), postfix, host, place, slots, config, problem)
+        self._run = Run(absolute_root(root), postfix, host, place, slots, on_full, config, problem)
+        keep = Retention(keep_last=policy.keep_last, keep_every=policy.keep_every)
+        self._target = Target("train", self._run.stage_directory, keep)
         client: ServiceClient | None = None
         try:
             if place.world_size == 1:
                 self._run.open()  # several ranks meet in the constructor only if it is collective
             client = self._connected(service) if async_ckpt else None
-            self._saver = Saver(self._run, policy, client, on_full)
+            self._saver = Saver(self._run, client)
         except BaseException:
             if client is not None:
                 client.close()
             self._run.end()
             raise
+        self._saves = Saves(self._run, self._saver, self._tracked, allowed)
+        self._restorer = Restorer(self._run, self._saver, self._saves, self._tracked, allowed)
+        self._announcer = Announcer(on_committed) if on_committed is not None else None
         atexit.register(self._at_exit)
 
     # --- what a loop calls --------------------------------------------------------------------------------------------
@@ -141,45 +140,7 @@ class Checkpointer:
             ValueError: step or epoch is not a whole number, or (``StateRefused``) the state holds something that could
                 not be loaded again; names the key path.
         """
-        self._sequence += 1
-        self._require_usable()
-        _require_count("step", step)
-        _require_count("epoch", epoch)
-        self._repeats[(step, epoch)] += 1
-        if state is None and not self._tracked:
-            raise ValueError("state: give a state to save, or name objects with track() first")
-        ticket = SaveTicket(step, epoch)
-        if self._run.attempt is None:
-            try:
-                self._run.begin()
-            except RunDirectoryBusy:
-                raise
-            except CkptError as error:
-                self._last = ticket
-                self._saver.fail(ticket, SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
-                return ticket
-        self._saved_in_attempt = True
-        self._warn_of_strangers()
-        manifest = self._manifest(step, epoch)
-        if not self._run.topology.is_writer:
-            self._contribute(manifest, tracked=state is None)
-            ticket.resolve(None)
-            return ticket
-        failures = self._saver.new_failures()
-        # Before anything that may fail on this rank alone (also a warning that is made an error): it may vote.
-        admitted = self._saver.admit(manifest, ticket, final=final)
-        for failure in failures:
-            warnings.warn(f"an earlier save failed: {failure}", stacklevel=2)
-        if not admitted:
-            self._last = ticket
-            return ticket
-        shared = state is None and manifest.dp > 1
-        if state is None:
-            state = {"epoch": epoch, "step": step, "stage": manifest.stage, **self._tracked.collect()}
-        plan = blueprint(layout.plan(state, self._allowed))
-        self._last = ticket
-        self._saver.save(plan, manifest, ticket, with_replicas=shared, final=final)
-        return ticket
+        return self._save(self._target, step, epoch, state, final=final)
 
     def resume(self, step: int | None = None, epoch: int | None = None, *, strict: bool = True) -> ResumePoint | None:
         """Load the newest checkpoint that all ranks have, or the one that is named, into the tracked objects.
@@ -204,32 +165,21 @@ class Checkpointer:
         self._require_usable()
         if step is None and epoch is not None:
             raise ValueError("epoch: give the step as well")
-        self._run.open()
-        self._run.agree(self._settled, b"", kind=SaveFailed)
-        found = build(resume.evidence(self._run))
-        choice = candidates(found, self._run.topology, step, epoch)
-        taken = resume.load_agreed(self._run, choice, self._allowed, explicit=step is not None)
-        if taken is None:
-            lacking = (State.PARTIAL, State.DEAD, State.LEGACY)  # legacy ones with a file for every rank are taken
-            partial = [c.id.step for c in found.of_kind("train") if c.state in lacking]
-            if partial:
-                warnings.warn(f"nothing to resume from: only partial checkpoints, of steps {partial}", stacklevel=2)
-            return None
-        point, loaded = taken
-        self._resumed = True  # in strict mode it may still be refused; the user has looked at what is there
-        mine = self._with_replica(loaded, point)
-        self._run.agree(lambda: self._checked(mine, strict=strict), b"", kind=StateMismatch)
-        if point.attempt:
-            self._go_on_from(Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None))
-        self._run.agree(lambda: self._restored(mine), b"", kind=StateMismatch)
-        if loaded.replica is None and self._run.topology.dp_rank > 0 and self._tracked:
-            self._seed(point)
-        return point
+        return self._restorer.resume(step, epoch, strict=strict)
 
     def latest(self) -> CheckpointId | None:
         """Return the newest complete checkpoint of this run as this host sees it, or None."""
         newest = scan.load_catalog(self._run.root, self._run.postfix).newest_complete()
         return newest.id if newest else None
+
+    def any_rank(self, mine: bool) -> bool:
+        """Return whether ``mine`` is true on some rank; collective on all ranks, over the CPU group.
+
+        Raises:
+            CkptError: a rank has died.
+        """
+        self._require_usable()
+        return b"1" in self._run.agree(lambda: b"1" if mine else b"0", b"", kind=CkptError)
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until everything saved so far is committed or has failed.
@@ -259,8 +209,10 @@ class Checkpointer:
             atexit.unregister(self._at_exit)
             self._saver.close()
             self._run.end()
-        if problem is None and self._last is not None and self._last.committed.done():
-            failure = self._last.committed.exception()
+            self._end_callbacks()
+        last = self._saves.last
+        if problem is None and last is not None and last.committed.done():
+            failure = last.committed.exception()
             problem = failure if isinstance(failure, SaveFailed) else None
         if problem is not None:
             raise problem
@@ -281,13 +233,13 @@ class Checkpointer:
     def _connected(self, service: str | os.PathLike[str]) -> ServiceClient | None:
         """Take the attempt and connect the writers to their daemons; all ranks succeed or all raise."""
         run, place = self._run, self._run.topology
-        attempt = run.begin()
+        run.begin()
         client: ServiceClient | None = None
         if place.is_writer:
             peers = PeerNews(run, run.exchange) if run.exchange is not None and not run.is_shared else None
             socket = None if service == "auto" else os.path.abspath(service)
             daemon = Service(run.root, run.postfix, run.host, socket, os.environ)
-            client = ServiceClient(daemon, self._hello(attempt), run.config, peers)
+            client = ServiceClient(daemon, run.hello(), run.config, peers)
 
         def start() -> bytes:
             if client is not None:
@@ -302,125 +254,14 @@ class Checkpointer:
             raise
         return client
 
-    def _hello(self, attempt: Attempt) -> Hello:
-        run, place = self._run, self._run.topology
-        return Hello(
-            version=__version__,
-            role="trainer",
-            pid=os.getpid(),
-            root=run.root,
-            postfix=run.postfix,
-            run_id=attempt.run_id,
-            attempt=attempt.n,
-            stage=place.stage,
-            tp_rank=place.tp_rank,
-            slots=run.slots,
-            on_full=self._on_full,
-        )
-
-    # --- save ---------------------------------------------------------------------------------------------------------
-
-    def _manifest(self, step: int, epoch: int) -> ShardManifest:
-        """Return the manifest of this save; its size and its count of tensors are filled in with the image."""
-        attempt, place = self._run.attempt, self._run.topology
-        assert attempt is not None
-        return ShardManifest(
-            kind="train",
-            run_id=attempt.run_id,
-            attempt=attempt.n,
-            sequence=self._sequence,
-            repeat=self._repeats[(step, epoch)] - 1,
-            step=step,
-            epoch=epoch,
-            stage=place.stage,
-            tp_rank=place.tp_rank,
-            dp_rank=place.dp_rank,
-            pp=place.pp,
-            tp=place.tp,
-            dp=place.dp,
-            created_at=utc_now(),
-            producer=f"ckpt-service {__version__}",
-            bytes=0,
-            tensors=0,
-        )
-
-    def _contribute(self, manifest: ShardManifest, *, tracked: bool) -> None:
-        """Leave for the writer what only this replica has; without it the save goes on, and says who is absent."""
-        exchange = self._run.exchange
-        if not tracked or exchange is None:
-            return
-        content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed)
-        try:
-            exchange.take(replicas.key(manifest, manifest.dp_rank, saves_ago=self._run.slots + 2))  # nobody wanted it
-            exchange.put(replicas.key(manifest, manifest.dp_rank), content)
-        except (RuntimeError, OSError) as error:
-            warnings.warn(f"step {manifest.step}: this replica's random numbers are not saved: {error}", stacklevel=3)
-
-    def _warn_of_strangers(self) -> None:
-        """Tell a user who starts afresh in a used directory what lies there; resume() would have continued it."""
-        if self._sequence > 1 or self._resumed or self._run.topology.rank > 0:
-            return
-        try:
-            there = scan.load_catalog(self._run.root, self._run.postfix).of_kind("train")
-        except OSError as error:
-            log.warning("what lies in %s could not be listed: %s", self._run.root, error)
-            return
-        if there:
-            newest = there[0].id
-            warnings.warn(
-                f"{self._run.root} holds {len(there)} checkpoints of earlier runs (the newest: step {newest.step} "
-                f"epoch {newest.epoch}) and resume() was not called: they stay, and this run has a history of its own",
-                stacklevel=3,
-            )
-
-    # --- resume -------------------------------------------------------------------------------------------------------
-
-    def _go_on_from(self, origin: Origin) -> None:
-        """Write down what was resumed; after own saves another attempt begins with it, see :meth:`Run.note_origin`."""
-        self._run.note_origin(origin, used=self._saved_in_attempt)
-        self._saved_in_attempt = False
-        self._repeats.clear()
-        if self._run.attempt is not None:
-            self._saver.begin(self._hello(self._run.attempt))
-
-    def _settled(self) -> bytes:
-        """Let everything that is on its way be written, then clear away what older attempts left half written."""
-        attempt, place = self._run.attempt, self._run.topology
-        if attempt is None or not place.is_writer:
-            return b""
-        self._saver.drain(None)
-        if not self._saver.settle():
-            seconds = self._run.config.resume_wait_seconds
-            warnings.warn(f"older snapshots were not written within {seconds} s and are dropped", stacklevel=3)
-        try:
-            with LocalDirectory.open(self._run.stage_directory) as directory:
-                writer.sweep(directory, lambda name: name.attempt < attempt.n and _tp_rank(name.final) == place.tp_rank)
-        except OSError as error:
-            log.warning("temporary files could not be cleared away: %s", error)
-        return b""
-
-    def _with_replica(self, loaded: LoadedShard, point: ResumePoint) -> Any:
-        return loaded.state if loaded.replica is None else {**loaded.state, **loaded.replica}
-
-    def _checked(self, state: Any, *, strict: bool) -> bytes:
-        if self._tracked:
-            self._tracked.check(state, strict=strict)
-        return b""
-
-    def _restored(self, state: Any) -> bytes:
-        self._tracked.restore(state)
-        return b""
-
-    def _seed(self, point: ResumePoint) -> None:
-        """Give a replica that the checkpoint does not know random numbers of its own."""
-        attempt = self._run.attempt
-        run_id = attempt.run_id if attempt else self._run.root
-        replicas.seed_all(replicas.derived_seed(run_id, point.sequence, self._run.topology))
-        warnings.warn(
-            f"step {point.step} holds no random numbers of data-parallel rank {self._run.topology.dp_rank}: it starts "
-            "from a seed derived from the run and the rank",
-            stacklevel=3,
-        )
+    def _save(self, target: Target, step: int, epoch: int, state: Any, *, final: bool) -> SaveTicket:
+        self._require_usable()
+        ticket = self._saves.save(target, step, epoch, state, final=final)
+        if self._announcer is not None:
+            self._announcer.watch(ticket)
+            for failure in self._announcer.new_failures():
+                warnings.warn(failure, stacklevel=3)
+        return ticket
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -429,6 +270,14 @@ class Checkpointer:
             raise ValueError("this Checkpointer is closed")
         if self._pid != os.getpid():
             raise ValueError(f"this Checkpointer belongs to process {self._pid}; make one after the fork")
+
+    def _end_callbacks(self) -> None:
+        if self._announcer is None:
+            return
+        if not self._announcer.close(self._run.config.stall_seconds):
+            log.error("on_committed has not returned for %g s and is left behind", self._run.config.stall_seconds)
+        for failure in self._announcer.new_failures():
+            warnings.warn(failure, stacklevel=4)
 
     def _at_exit(self) -> None:
         """Wait for what is pending at the end of an interpreter that did not call ``close()``."""
@@ -442,16 +291,6 @@ class Checkpointer:
             os._exit(1)  # an exception here would be printed, and the exit code stay 0
 
 
-def _tp_rank(final: str) -> int | None:
-    parsed = naming.parse_shard(final)
-    return (parsed.tp_rank or 0) if parsed is not None else None
-
-
 def _one_of(option: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{option}={value!r}: it must be one of {', '.join(map(repr, known))}")
-
-
-def _require_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 0")

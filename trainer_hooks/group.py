@@ -35,7 +35,11 @@ class Group(Protocol):
     """The ranks of one start."""
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Return what every rank gave, by rank; to be called by all ranks, in the same order."""
+        """Return what every rank gave, by rank; to be called by all ranks, in the same order.
+
+        Raises:
+            CkptError: a rank has died, or does not answer.
+        """
         ...
 
     def send(self, data: memoryview, ranks: list[int]) -> None:
@@ -108,6 +112,13 @@ class TorchGroup:
 
         Not ``all_gather_object``: it needs NumPy, which torch runs without.
         """
+        try:
+            return self._gathered(value)
+        except RuntimeError as error:
+            hint = "restart all ranks together"
+            raise CkptError(f"a rank has died or does not answer: {error}", op="agree", hint=hint) from error
+
+    def _gathered(self, value: bytes) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
         dist.all_gather(lengths, torch.tensor([len(value)]), group=self._group)
         longest = max(1, *(int(length) for length in lengths))

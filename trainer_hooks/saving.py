@@ -13,14 +13,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ckpt_service import prune, writer
 from ckpt_service.errors import CkptError, SaveFailed, from_os_error
+from ckpt_service.naming import Kind
 from ckpt_service.prune import History
-from ckpt_service.records import Hello, Offer, OnFull, Retention, ShardManifest
-from ckpt_service.retention import RetentionPolicy
+from ckpt_service.records import Hello, Offer, Retention, ShardManifest
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions
 from trainer_hooks import capture, replicas
@@ -38,20 +39,40 @@ _RESERVE_BYTES = 256 << 10  # for what each other replica contributes
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Target:
+    """Where saves of one kind go: an absolute directory, and what is kept there."""
+
+    kind: Kind
+    directory: str
+    retention: Retention
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A snapshot whose private copy is whole, on its way out of this process."""
+
+    plan: Blueprint
+    manifest: ShardManifest
+    target: Target
+    slot: Slot
+    ticket: SaveTicket
+    final: bool
+
+
 class Saver:
     """The way of a snapshot out of the training process. ``client`` is None for a rank that writes by itself."""
 
-    def __init__(self, run: Run, policy: RetentionPolicy, client: ServiceClient | None, on_full: OnFull) -> None:
+    def __init__(self, run: Run, client: ServiceClient | None) -> None:
         self._run = run
-        self._retention = Retention(keep_last=policy.keep_last, keep_every=policy.keep_every)
         self._client = client
         self._pool = SlotPool(run.slots)
         self._finisher = ThreadPoolExecutor(1, "ckpt-finish")
         self._finishing: set[Future[None]] = set()
         self._failures: deque[SaveFailed] = deque()
         place = run.topology
-        votes = on_full != "block" and run.attempt is not None and place.pp * place.tp > 1
-        self._admission = Admission(on_full, self._pool, client, run.writers() if votes else Solo())
+        votes = run.on_full != "block" and run.attempt is not None and place.pp * place.tp > 1
+        self._admission = Admission(run.on_full, self._pool, client, run.writers() if votes else Solo())
 
     def admit(self, manifest: ShardManifest, ticket: SaveTicket, *, final: bool) -> bool:
         """Let ``on_full`` decide whether this snapshot is made; a refusal goes to the ticket. It may vote."""
@@ -65,7 +86,14 @@ class Saver:
         return True
 
     def save(
-        self, plan: Blueprint, manifest: ShardManifest, ticket: SaveTicket, *, with_replicas: bool, final: bool
+        self,
+        plan: Blueprint,
+        manifest: ShardManifest,
+        target: Target,
+        ticket: SaveTicket,
+        *,
+        with_replicas: bool,
+        final: bool,
     ) -> None:
         """Copy an admitted state and see to its delivery; the outcome goes to the ticket."""
         manifest = manifest.model_copy(update={"tensors": plan.plan.tensors})
@@ -80,10 +108,8 @@ class Saver:
             self._pool.give_back(slot)
             raise
         ticket.staged.set_result(None)
-        finish = self._finish if with_replicas else self._deliver
-        work = partial(
-            self._carefully, partial(finish, plan, manifest, slot, ticket, final=final), manifest, slot, ticket
-        )
+        staged = _Staged(plan, manifest, target, slot, ticket, final)
+        work = partial(self._carefully, self._finish if with_replicas else self._deliver, staged)
         if with_replicas and self._client is not None:
             job = self._finisher.submit(work)
             self._finishing.add(job)
@@ -152,57 +178,52 @@ class Saver:
         if seconds > _NOTABLE_SECONDS and self._client is not None:
             self._client.report_blocked(seconds)
 
-    def _carefully(self, work: Callable[[], None], manifest: ShardManifest, slot: Slot, ticket: SaveTicket) -> None:
+    def _carefully(self, work: Callable[[_Staged], None], staged: _Staged) -> None:
         """Do the rest of a save; whatever goes wrong before the slot has a new owner goes to the ticket."""
         try:
-            work()
+            work(staged)
         except Exception as error:  # noqa: BLE001 - no descriptors, no threads: a failed save never ends a training
-            self._pool.give_back(slot)
-            step = manifest.step
-            self._lose(manifest, ticket, SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
+            self._pool.give_back(staged.slot)
+            step = staged.manifest.step
+            lost = SaveFailed(f"step {step} was not saved: {error}", op="save", step=step)
+            self._lose(staged.manifest, staged.ticket, lost)
 
     # --- maybe on the finishing thread --------------------------------------------------------------------------------
 
-    def _finish(self, plan: Blueprint, manifest: ShardManifest, slot: Slot, ticket: SaveTicket, *, final: bool) -> None:
+    def _finish(self, staged: _Staged) -> None:
         """Add what other replicas contribute in time; those that are late are named in the manifest."""
+        manifest = staged.manifest
         seconds = self._run.config.replica_seconds
         assert self._run.exchange is not None, "there are replicas"
         found = replicas.collect(self._run.exchange, manifest, seconds)
-        whole = capture.blueprint(plan.plan, found)
-        if whole.layout.nbytes > slot.nbytes:
+        whole = capture.blueprint(staged.plan.plan, found)
+        if whole.layout.nbytes > staged.slot.nbytes:
             log.error("step %d: the replicas contribute too much, and it is left out", manifest.step)
-            found, whole = {}, plan
+            found, whole = {}, staged.plan
         absent = sorted(set(range(1, manifest.dp)) - found.keys())
         if absent:
             log.warning("step %d: nothing came from data-parallel ranks %s", manifest.step, absent)
             manifest = manifest.model_copy(update={"user": {"absent_replicas": " ".join(map(str, absent))}})
-        self._deliver(whole, manifest, slot, ticket, found, final=final)
+        self._deliver(replace(staged, plan=whole, manifest=manifest), found)
 
-    def _deliver(
-        self,
-        plan: Blueprint,
-        manifest: ShardManifest,
-        slot: Slot,
-        ticket: SaveTicket,
-        contributed: dict[int, bytes] | None = None,
-        *,
-        final: bool,
-    ) -> None:
-        manifest = manifest.model_copy(update={"bytes": plan.layout.nbytes})
-        offer = Offer(manifest=manifest, directory=self._run.stage_directory, umask=_umask(), retention=self._retention)
-        snapshot = capture.finish(plan, manifest, slot, contributed)
+    def _deliver(self, staged: _Staged, contributed: dict[int, bytes] | None = None) -> None:
+        target, slot = staged.target, staged.slot
+        manifest = staged.manifest.model_copy(update={"bytes": staged.plan.layout.nbytes})
+        offer = Offer(manifest=manifest, directory=target.directory, umask=_umask(), retention=target.retention)
+        snapshot = capture.finish(staged.plan, manifest, slot, contributed)
         if self._client is None:
-            self._write(snapshot, slot, offer, ticket)
+            self._write(snapshot, slot, offer, staged.ticket)
             return
         snapshot.view.release()
-        self._client.submit(Pending(offer, slot.fd, ticket, final, partial(_let_go, self._pool, slot)))
+        done = partial(_let_go, self._pool, slot)
+        self._client.submit(Pending(offer, slot.fd, staged.ticket, staged.final, done))
 
     def _write(self, snapshot: Snapshot, slot: Slot, offer: Offer, ticket: SaveTicket) -> None:
         """Do here and now what the daemon would do."""
         config, manifest = self._run.config, snapshot.manifest
         limit = RateLimit(config.rate_limit_bytes_per_second)
         try:
-            with LocalDirectory.open(self._run.stage_directory) as directory:
+            with LocalDirectory.open(offer.directory) as directory:
                 writer.commit(
                     snapshot,
                     directory,
@@ -213,7 +234,7 @@ class Saver:
                     watcher=Watcher(),
                 )
                 ticket.resolve(Path(directory.path, snapshot.final_name))
-                self._retain(manifest, directory)
+                self._retain(History(manifest, directory, offer.retention))
         except SaveFailed as error:
             ticket.fail(error)
         except OSError as error:
@@ -222,13 +243,12 @@ class Saver:
             snapshot.view.release()
             self._pool.give_back(slot)
 
-    def _retain(self, manifest: ShardManifest, directory: LocalDirectory) -> None:
+    def _retain(self, history: History) -> None:
         """Delete what is too old. What cannot be deleted is tried again after the next save; the commit stands."""
         try:
-            history = History(manifest, directory, self._retention)
             errors = prune.retain(self._run.root, self._run.postfix, [history])[0].errors
         except OSError as error:
-            errors = (from_os_error(error, op="retention", kind=CkptError, path=directory.path),)
+            errors = (from_os_error(error, op="retention", kind=CkptError, path=history.directory.path),)
         for problem in errors:
             warnings.warn(str(problem), stacklevel=5)
 

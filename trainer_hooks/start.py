@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
-from ckpt_service import naming, ownership
+from ckpt_service import __version__, naming, ownership
 from ckpt_service.config import ServiceConfig, load_config
 from ckpt_service.errors import CkptError, RunDirectoryBusy, from_os_error
 from ckpt_service.ownership import RunLock
-from ckpt_service.records import Attempt, Origin, TopologyRecord
+from ckpt_service.records import Attempt, Hello, OnFull, Origin, TopologyRecord
 from ckpt_service.storage import make_directories
 from trainer_hooks import group as groups
 from trainer_hooks.exchange import Exchange, take_all
@@ -36,6 +36,7 @@ class Run:
     host: str
     topology: Topology
     slots: int
+    on_full: OnFull
     config: ServiceConfig
     problem: ValueError | None = None
     attempt: Attempt | None = None
@@ -50,6 +51,23 @@ class Run:
     def stage_directory(self) -> str:
         """The directory of this rank's training shards."""
         return os.path.join(self.root, naming.stage_directory(self.topology.stage, self.postfix))
+
+    def hello(self) -> Hello:
+        """Return how this rank introduces itself to its daemon, under the present attempt."""
+        assert self.attempt is not None
+        return Hello(
+            version=__version__,
+            role="trainer",
+            pid=os.getpid(),
+            root=self.root,
+            postfix=self.postfix,
+            run_id=self.attempt.run_id,
+            attempt=self.attempt.n,
+            stage=self.topology.stage,
+            tp_rank=self.topology.tp_rank,
+            slots=self.slots,
+            on_full=self.on_full,
+        )
 
     @property
     def group(self) -> Group:
