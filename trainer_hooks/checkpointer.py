@@ -171,7 +171,7 @@ class Checkpointer:
         shared = state is None and manifest.dp > 1
         if state is None:
             state = {"epoch": epoch, "step": step, "stage": manifest.stage, **self._tracked.collect()}
-        plan = blueprint(layout.plan(state, self._allowed))
+        plan = blueprint(layout.plan(state, self._allowed, self._run.topology))
         self._last = ticket
         self._saver.save(plan, manifest, ticket, with_replicas=shared, final=final)
         return ticket
@@ -211,7 +211,7 @@ class Checkpointer:
             return None
         point, loaded = taken
         self._resumed = True  # in strict mode it may still be refused; the user has looked at what is there
-        mine = self._with_replica(loaded, point)
+        mine = loaded.own()
         self._run.agree(lambda: self._checked(mine, strict=strict), b"", kind=StateMismatch)
         if point.attempt:
             self._run.note_origin(Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None))
@@ -336,7 +336,7 @@ class Checkpointer:
         exchange = self._run.exchange
         if not tracked or exchange is None:
             return
-        content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed)
+        content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed, self._run.topology)
         try:
             exchange.take(replicas.key(manifest, manifest.dp_rank, saves_ago=self._run.slots + 2))  # nobody wanted it
             exchange.put(replicas.key(manifest, manifest.dp_rank), content)
@@ -376,16 +376,13 @@ class Checkpointer:
         except OSError as error:
             log.warning("temporary files could not be cleared away: %s", error)
 
-    def _with_replica(self, loaded: LoadedShard, point: ResumePoint) -> Any:
-        return loaded.state if loaded.replica is None else {**loaded.state, **loaded.replica}
-
-    def _checked(self, state: Any, *, strict: bool) -> bytes:
+    def _checked(self, loaded: LoadedShard, *, strict: bool) -> bytes:
         if self._tracked:
-            self._tracked.check(state, strict=strict)
+            self._tracked.check(loaded.state, loaded.shardings, strict=strict)
         return b""
 
-    def _restored(self, state: Any) -> bytes:
-        self._tracked.restore(state)
+    def _restored(self, loaded: LoadedShard) -> bytes:
+        self._tracked.restore(loaded.state, loaded.shardings)
         return b""
 
     def _seed(self, point: ResumePoint) -> None:
