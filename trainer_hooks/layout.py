@@ -31,6 +31,7 @@ from trainer_hooks.values import REBUILD, REBUILD_PARAMETER, Allowed
 
 _PROTOCOL = 2  # the one that torch.load expects
 _ALONE = Topology()
+_PACKED = frozenset({torch.quint4x2, torch.quint2x4})  # several items in one byte
 _NARROW = frozenset(getattr(torch, f"{sign}int{bits}", None) for sign in ("", "u") for bits in range(1, 8))
 
 
@@ -194,6 +195,8 @@ class _Pickler(pickle.Pickler):
             raise _Refusal("a tensor on the meta device has no data")
         if tensor.dtype in _NARROW:
             raise _Refusal(f"{tensor.dtype} is not supported; save it as int8 or uint8")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise _Refusal("it is not initialised yet; run one forward pass before the first save")
         reason = sharding.refuse_tensor(tensor)
         if reason is not None:
             raise _Refusal(reason)
@@ -225,7 +228,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(storage, TypedStorage):
             kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]
             unit = tensor.element_size()
-        low, high = _span(tensor)
+        low, high = (0, untyped.nbytes()) if tensor.dtype in _PACKED else _span(tensor)
         found = self.table.note(untyped, tensor.dtype, (low, high))
         offset = arguments[1] - found.begin // tensor.element_size() if high > low else 0
         return (_Reference(kind, found.key, (found.end - found.begin) // unit), offset, *arguments[2:])

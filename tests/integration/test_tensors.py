@@ -90,6 +90,8 @@ def test_dtypes_narrower_than_a_byte_are_refused_by_name(dtype: torch.dtype) -> 
         (torch.float64, [0x7FF8000000000001, 0xFFF0000000000000, 1 << 63, 1]),
         (torch.bfloat16, [0x7FC1, 0xFFC0, 0x8000, 1, 0x7F81]),
         (torch.float16, [0x7E01, 0xFE00, 0x8000, 1, 0x7C01]),
+        (torch.complex64, [0x7FC00001_80000000, 0xFFC00000_00000001]),
+        *((dtype, list(range(256))) for dtype in WHOLE if dtype.itemsize == 1 and dtype.is_floating_point),
     ],
     ids=str,
 )
@@ -99,6 +101,10 @@ def test_bits_of_odd_numbers_stay(dtype: torch.dtype, patterns: list[int], tmp_p
     path = save({"w": tensor}, tmp_path)
     assert bytes(bits(load(path)["w"])) == bytes(content)
     assert bytes(bits(torch.load(path)["w"])) == bytes(content)
+
+
+def test_all_narrow_floats_are_tried() -> None:
+    assert len([dtype for dtype in WHOLE if dtype.itemsize == 1 and dtype.is_floating_point]) >= 5
 
 
 def structures() -> dict[str, Callable[[], Any]]:
@@ -120,6 +126,15 @@ def structures() -> dict[str, Callable[[], Any]]:
         tensors = [torch.full((3,), float(number)) for number in range(15)]
         return {"once": tensors, "again": tensors, "other shape": [tensor.view(3, 1) for tensor in tensors]}
 
+    def with_attributes(*, requires_grad: bool) -> Any:
+        parameter = torch.nn.Parameter(torch.ones(2), requires_grad=requires_grad)
+        vars(parameter).update(tensor_model_parallel=True, partition_dim=0, scale=torch.ones(1))
+        return {"w": parameter}
+
+    def made_for_inference() -> Any:
+        with torch.inference_mode():
+            return torch.ones(3)
+
     return {
         "nothing": dict,
         "tied": tied,
@@ -130,6 +145,14 @@ def structures() -> dict[str, Callable[[], Any]]:
         "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
         "requires grad": lambda: torch.ones(2, requires_grad=True),
         "frozen parameter": lambda: torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "parameter with attributes": lambda: with_attributes(requires_grad=True),
+        "frozen parameter with attributes": lambda: with_attributes(requires_grad=False),
+        "sparse parameter": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
+        "buffer": lambda: torch.nn.Buffer(torch.ones(2)),
+        "made for inference": made_for_inference,
+        "result of a function of a parameter": lambda: torch.ones(2, requires_grad=True) * 2,
+        "channels last in 3d": lambda: torch.rand(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+        "empty": lambda: [torch.empty(2, 0, 3, 1, 0), torch.empty_strided((0, 3), (7, 2)), torch.empty(0).t()],
         "channels last": lambda: torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "conj": lambda: torch.complex(torch.ones(3), torch.arange(3.0)).conj(),
         "coo": lambda: torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.tensor([1.0, 2.0]), (2, 3)),
@@ -137,6 +160,9 @@ def structures() -> dict[str, Callable[[], Any]]:
         "quantised to 32 bits": lambda: torch.quantize_per_tensor(torch.arange(6.0), 0.1, 0, torch.qint32),
         "quantised by channel": lambda: torch.quantize_per_channel(
             torch.ones(2, 2), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.quint8
+        ),
+        "quantised to half bytes": lambda: torch.quantize_per_channel(
+            torch.rand(4, 3), torch.full((4,), 0.1), torch.zeros(4), 0, torch.quint4x2
         ),
         "names of torch": lambda: [torch.float32, torch.device("cpu"), torch.Size([1, 2])],
         "plain": lambda: {
@@ -260,6 +286,26 @@ def test_one_storage_of_two_dtypes_is_refused() -> None:
     tensor = torch.ones(4)
     with pytest.raises(StateRefused, match=r"state\['b'\]\['c'\]: a tensor of torch.int32 shares memory"):
         plan({"a": tensor, "b": {"c": tensor.view(torch.int32)}}, Allowed())
+
+
+def test_tied_tensors_are_stored_once() -> None:
+    weight = torch.nn.Parameter(torch.ones(100, 10))
+    state = {"emb": weight, "head": weight, "data": weight.data, "t": weight.detach().t(), "row": weight[3].detach()}
+    assert [span.nbytes for span in plan(state, Allowed()).spans] == [4000]
+
+
+def test_lazy_parameters_are_refused_with_the_way_out() -> None:
+    for name, lazy in (("w", torch.nn.LazyLinear(3).weight), ("b", torch.nn.LazyBatchNorm1d().running_mean)):
+        with pytest.raises(StateRefused, match=rf"state\['{name}'\]: it is not initialised yet; run one forward"):
+            plan({name: lazy}, Allowed())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(StateRefused, match=r"state\['w'\]: tensors of class (Nested)?Tensor .* are not supported"):
+        plan({"w": nested}, Allowed())
 
 
 def test_meta_tensors_are_refused() -> None:

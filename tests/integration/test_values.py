@@ -106,6 +106,27 @@ def test_arrays_of_another_byte_order_keep_their_values(tmp_path: Path) -> None:
     assert load(save({"v": value}, tmp_path))["v"].tolist() == [0, 1, 2]
 
 
+def test_odd_keys_come_back(tmp_path: Path) -> None:
+    keys = [
+        None,
+        True,
+        1.5,
+        -0.0,
+        b"x",
+        frozenset({1}),
+        (1, (2, "a")),
+        torch.float32,
+        np.int64(3),
+        2**80,
+        "",
+        "é\n.[0]",
+    ]
+    state = {key: torch.full((2,), float(index)) for index, key in enumerate(keys)}
+    found = load(save({"v": state}, tmp_path))["v"]
+    assert [(type(key), repr(key)) for key in found] == [(type(key), repr(key)) for key in keys]
+    assert [value[0].item() for value in found.values()] == list(range(len(keys)))
+
+
 def test_cycles_and_shared_values_stay(tmp_path: Path) -> None:
     shared: list[Any] = []
     shared.append(shared)
