@@ -313,6 +313,51 @@ with Checkpointer(root, topology=place) as checkpointer:
     resuming.end()
 
 
+def test_values_of_an_optimizer_become_dtensors_on_the_mesh_of_their_parameter(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        PIECES
+        + """
+class Keeping(torch.optim.SGD):
+    \"""Keeps for its parameter whatever it is given.\"""
+def optimizer_of(**kept):
+    parameter = torch.nn.Parameter(split(whole(4, 4), Shard(0)))
+    optimizer = Keeping([parameter], lr=0.1)
+    if kept:
+        optimizer.state[parameter].update(kept)
+    return optimizer, optimizer.state[parameter]
+with Checkpointer(root, topology=place, async_ckpt=False) as checkpointer:
+    kept = dict(like=split(whole(4, 4) + 1, Shard(0)), row=split(whole(3), Replicate()), step=torch.tensor(2.0))
+    checkpointer.track(optimizer=optimizer_of(**kept)[0])
+    checkpointer.save(1)
+    fresh, state = optimizer_of()
+    checkpointer.track(optimizer=fresh)
+    checkpointer.resume(1)
+    state = next(iter(fresh.state.values()))
+    say("same", same(state["like"], kept["like"]), same(state["row"], kept["row"]), float(state["step"]))
+    checkpointer.track(optimizer=optimizer_of(odd=split(whole(4, 4), Shard(1)))[0])
+    checkpointer.save(2)
+    checkpointer.resume(2)  # the live optimizer has it, and it is split in the same way
+    fresh, state = optimizer_of()
+    checkpointer.track(optimizer=fresh)
+    try:
+        checkpointer.resume(2)
+    except Exception as error:
+        say("refused", type(error).__name__, error)
+    say("untouched", sum(map(len, fresh.state.values())))
+""",
+        tp=2,
+    )
+    assert ranks.say("same") == ["True True 2.0"] * 2
+    for rank, said in enumerate(ranks.say("refused")):
+        part = f"part {rank + 1} of 2 of dimension"
+        assert said.startswith(
+            "StateMismatch the checkpoint does not fit: optimizer_state_dict: state.0.odd was saved as "
+        )
+        assert said.endswith(f"{part} 1 of (4, 4), and is {part} 0 of (4, 4) now")
+    assert ranks.say("untouched") == ["0", "0"]
+    ranks.end()
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 REFUSING = """
