@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, TypeAdapter
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, TypeAdapter, model_validator
 
 from ckpt_service.naming import Kind
 
@@ -70,6 +70,58 @@ class ShardManifest(_File):
         """The name of this snapshot in messages and in the status."""
         plain = f"{self.attempt}-{self.sequence}-{self.stage}-{self.tp_rank}"
         return plain if self.kind == "train" else f"{self.kind}-{plain}"
+
+
+class MeshRecord(_File):
+    """Ranks in a grid over which tensors are split, as the rank that saved sees it.
+
+    One entry a dimension: its name (None where the trainer gave none), its size, and where the rank stands in it.
+    """
+
+    dim_names: list[str] | None
+    shape: list[Size]
+    coordinate: list[Count]
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> MeshRecord:
+        names = self.shape if self.dim_names is None else self.dim_names
+        if not len(names) == len(self.shape) == len(self.coordinate):
+            raise ValueError("dim_names, shape and coordinate must have one entry for each dimension")
+        if any(at >= size for at, size in zip(self.coordinate, self.shape, strict=True)):
+            raise ValueError(f"coordinate {self.coordinate} lies outside a mesh of {self.shape}")
+        return self
+
+
+class TensorSharding(_File):
+    """How one tensor of a state is split; the file holds the rank's own part as a plain tensor.
+
+    ``path`` are the keys (or indices) that lead to it from the top of the state, ``mesh`` the index of its mesh, and
+    ``shape`` that of the whole tensor. ``placements`` has one entry for each dimension of the mesh: which dimension of
+    the tensor is split along it, or None where each rank has the same.
+    """
+
+    path: list[str | int]
+    mesh: Count
+    placements: list[Count | None]
+    shape: list[Count]
+
+
+class ShardingRecord(_File):
+    """The split tensors (DTensors) in a shard file."""
+
+    meshes: list[MeshRecord]
+    tensors: list[TensorSharding]
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> ShardingRecord:
+        for tensor in self.tensors:
+            if tensor.mesh >= len(self.meshes):
+                raise ValueError(f"{tensor.path}: there is no mesh {tensor.mesh}")
+            if len(tensor.placements) != len(self.meshes[tensor.mesh].shape):
+                raise ValueError(f"{tensor.path}: placements must have one entry for each dimension of the mesh")
+            if any(dim is not None and dim >= len(tensor.shape) for dim in tensor.placements):
+                raise ValueError(f"{tensor.path}: a dimension is split that the tensor does not have")
+        return self
 
 
 class Origin(_File):

@@ -31,7 +31,8 @@ class Blueprint:
 
 
 def blueprint(plan: Plan, replicas: Mapping[int, bytes] | None = None) -> Blueprint:
-    """Lay out the image of a plan: manifest, storages in pickle order, the pickle, replicas, torch's small records.
+    """Lay out the image of a plan: manifest, storages in pickle order, the pickle, how tensors are split, replicas,
+    torch's small records.
 
     ``replicas`` are the images that other data-parallel replicas contribute, by their rank. Where the storages lie does
     not depend on them, so they may come later than the copy.
@@ -39,6 +40,8 @@ def blueprint(plan: Plan, replicas: Mapping[int, bytes] | None = None) -> Bluepr
     sizes = [RecordSize(image.MANIFEST, image.manifest_capacity())]
     sizes += [RecordSize(f"data/{span.key}", span.nbytes, aligned=True) for span in plan.spans]
     sizes += [RecordSize(image.PICKLE, len(plan.pickled)), RecordSize(image.BYTEORDER, len(sys.byteorder))]
+    if plan.sharding:
+        sizes += [RecordSize(image.SHARDING, len(plan.sharding))]
     sizes += [RecordSize(image.replica(rank), len(content)) for rank, content in sorted((replicas or {}).items())]
     sizes += [RecordSize(image.VERSION, len(_SMALL[image.VERSION])), RecordSize(image.SERIALIZATION_ID, 40)]
     return Blueprint(plan, image.lay_out(sizes))
@@ -70,6 +73,7 @@ def finish(
         image.PICKLE: plan.pickled,
         image.BYTEORDER: sys.byteorder.encode(),
         image.SERIALIZATION_ID: str(secrets.randbelow(10**40)).zfill(40).encode(),
+        **({image.SHARDING: plan.sharding} if plan.sharding else {}),
         **_SMALL,
         **{image.replica(rank): content for rank, content in (replicas or {}).items()},
     }

@@ -1,8 +1,9 @@
 """A state to the plan of its image: the pickled structure, and which bytes of which storages it needs.
 
 The pickle is the one that ``torch.save`` writes (protocol 2, storages as persistent ids), so that ``torch.load``
-reads it. What differs: of each storage only the spans that its views need are stored, and every class or
-function that would have to be looked up on loading is checked against :mod:`trainer_hooks.values` first.
+reads it. What differs: of each storage only the spans that its views need are stored, every class or function that
+would have to be looked up on loading is checked against :mod:`trainer_hooks.values` first, and a DTensor is the plain
+tensor of its local part, with a note beside the pickle of how it is split.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from ckpt_service import image
 from ckpt_service.errors import StateRefused
+from trainer_hooks import sharding
+from trainer_hooks.sharding import Sharding
+from trainer_hooks.topology import Topology
 from trainer_hooks.values import REBUILD, REBUILD_PARAMETER, Allowed
 
 _PROTOCOL = 2  # the one that torch.load expects
+_ALONE = Topology()
+_PACKED = frozenset({torch.quint4x2, torch.quint2x4})  # several items in one byte
 _NARROW = frozenset(getattr(torch, f"{sign}int{bits}", None) for sign in ("", "u") for bits in range(1, 8))
 
 
@@ -41,28 +47,33 @@ class StorageSpan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an image of a state consists of. ``spans`` refer to the live storages: copy them before they change."""
+    """What an image of a state consists of. ``spans`` refer to the live storages: copy them before they change.
+
+    ``sharding`` is the JSON of a :class:`ckpt_service.records.ShardingRecord`; empty where no tensor is split.
+    """
 
     pickled: bytes
     spans: tuple[StorageSpan, ...]
     tensors: int
+    sharding: bytes = b""
 
 
-def plan(state: Any, allowed: Allowed) -> Plan:
+def plan(state: Any, allowed: Allowed, place: Topology = _ALONE) -> Plan:
     """Pickle the structure of ``state`` and find the bytes that it needs.
 
     Raises:
-        StateRefused: it holds something that cannot be saved, or not be loaded again; names the key path.
+        StateRefused: it holds something that cannot be saved, or not be loaded again, or that is split over the
+            data-parallel replicas of ``place``, of which only one writes; names the key path.
     """
-    pickled, table = _pickle(state, allowed, {})
+    pickled, table = _pickle(state, allowed, {}, place)
     if table.cuts():
         # Sizes and offsets depend on the spans, which are known only after the first pass (it takes whole storages).
-        pickled, table = _pickle(state, allowed, table.cuts())
+        pickled, table = _pickle(state, allowed, table.cuts(), place)
     needed = (
         StorageSpan(int(found.key), found.storage, found.begin, found.end - found.begin)
         for found in table.found.values()
     )
-    return Plan(pickled, tuple(needed), table.tensors)
+    return Plan(pickled, tuple(needed), table.tensors, _sharding_of(state, table))
 
 
 Span = tuple[int, int]
@@ -105,6 +116,7 @@ class _Table:
         self._views: dict[int, _Views] = {}
         self.found: dict[tuple[int, int], _Found] = {}
         self.tensors = 0
+        self.split: dict[int, Sharding] = {}
 
     def note(self, storage: UntypedStorage, dtype: torch.dtype, span: Span) -> _Found:
         """Return the record that holds a view."""
@@ -148,12 +160,13 @@ class _Refusal(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, allowed: Allowed, cuts: Mapping[int, list[Span]]) -> None:
+    def __init__(self, buffer: io.BytesIO, allowed: Allowed, cuts: Mapping[int, list[Span]], place: Topology) -> None:
         super().__init__(buffer, protocol=_PROTOCOL, fix_imports=False)  # names of Python 3 only
         self.table = _Table(cuts)
         self.current: Any = None
         self.trusting = False
         self._allowed = allowed
+        self._place = place
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not _Reference:
@@ -176,10 +189,17 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if sharding.is_dtensor(tensor):
+            return self._reduce_tensor(self._local_part(tensor))
         if tensor.device.type == "meta":
             raise _Refusal("a tensor on the meta device has no data")
         if tensor.dtype in _NARROW:
             raise _Refusal(f"{tensor.dtype} is not supported; save it as int8 or uint8")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise _Refusal("it is not initialised yet; run one forward pass before the first save")
+        reason = sharding.refuse_tensor(tensor)
+        if reason is not None:
+            raise _Refusal(reason)
         rebuild, arguments = tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
         if rebuild.__name__ in REBUILD_PARAMETER:
             return rebuild, arguments
@@ -191,6 +211,13 @@ class _Pickler(pickle.Pickler):
             return rebuild, self._with_reference(tensor, arguments)
         raise _Refusal(f"tensors of class {type(tensor).__qualname__} ({rebuild.__name__}) are not supported")
 
+    def _local_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            self.table.split[id(tensor)] = sharding.describe(tensor, self._place)
+        except ValueError as error:
+            raise _Refusal(str(error)) from None
+        return sharding.local_part(tensor)
+
     def _with_reference(self, tensor: torch.Tensor, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         self.table.tensors += 1
         storage = arguments[0]
@@ -201,7 +228,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(storage, TypedStorage):
             kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]
             unit = tensor.element_size()
-        low, high = _span(tensor)
+        low, high = (0, untyped.nbytes()) if tensor.dtype in _PACKED else _span(tensor)
         found = self.table.note(untyped, tensor.dtype, (low, high))
         offset = arguments[1] - found.begin // tensor.element_size() if high > low else 0
         return (_Reference(kind, found.key, (found.end - found.begin) // unit), offset, *arguments[2:])
@@ -216,20 +243,32 @@ def _span(tensor: torch.Tensor) -> Span:
     return offset * tensor.element_size(), (offset + reach + 1) * tensor.element_size()
 
 
-def _pickle(state: Any, allowed: Allowed, cuts: Mapping[int, list[Span]]) -> tuple[bytes, _Table]:
+def _sharding_of(state: Any, table: _Table) -> bytes:
+    """Return the JSON of how the DTensors of a state are split, empty if there are none."""
+    if not table.split:
+        return b""
+    found = list(sharding.keys_to(state, table.split))
+    if {id(value) for _, value in found} != table.split.keys():
+        hidden = "a DTensor must lie below keys that are strings or whole numbers, or in lists and tuples"
+        lost = next(path for path, value in _walk(state) if id(value) in table.split.keys() - {id(v) for _, v in found})
+        raise _refused(lost, hidden)
+    return sharding.record([(keys, table.split[id(value)]) for keys, value in found]).model_dump_json().encode()
+
+
+def _pickle(state: Any, allowed: Allowed, cuts: Mapping[int, list[Span]], place: Topology) -> tuple[bytes, _Table]:
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, allowed, cuts)
+    pickler = _Pickler(buffer, allowed, cuts, place)
     try:
         pickler.dump(state)
         pickled = buffer.getvalue()
         if pickler.trusting:
             _try_to_load(pickled, allowed)
     except _Refusal as refusal:
-        raise _refused(_path_of(state, pickler.current, allowed), str(refusal)) from None
+        raise _refused(_path_of(state, pickler.current, allowed, place), str(refusal)) from None
     except RecursionError as error:
         raise _refused("state", "it is nested too deeply to be pickled") from error
     except Exception as error:
-        path = _path_of(state, pickler.current, allowed)
+        path = _path_of(state, pickler.current, allowed, place)
         raise _refused(path, f"it cannot be pickled: {type(error).__name__}: {error}") from error
     return pickled, pickler.table
 
@@ -262,18 +301,19 @@ def _refused(path: str, problem: str) -> StateRefused:
     return StateRefused(f"{path}: {problem}", op="capture")
 
 
-def _path_of(state: Any, culprit: Any, allowed: Allowed) -> str:
+def _path_of(state: Any, culprit: Any, allowed: Allowed, place: Topology) -> str:
     """Return the key path of what cannot be saved."""
     exact = next((path for path, value in _walk(state) if culprit is not None and value is culprit), None)
     if exact is not None:
         return exact
     # It was made while pickling something else; the innermost value that cannot be saved by itself made it.
-    return next((path for path, value in reversed(list(_walk(state))) if not _is_savable(value, allowed)), "state")
+    inner_first = reversed(list(_walk(state)))
+    return next((path for path, value in inner_first if not _is_savable(value, allowed, place)), "state")
 
 
-def _is_savable(value: Any, allowed: Allowed) -> bool:
+def _is_savable(value: Any, allowed: Allowed, place: Topology) -> bool:
     with contextlib.suppress(Exception):
-        _Pickler(io.BytesIO(), allowed, {}).dump(value)
+        _Pickler(io.BytesIO(), allowed, {}, place).dump(value)
         return True
     return False
 

@@ -11,9 +11,9 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from ckpt_service import image
 from ckpt_service.checksum import crc32
 from ckpt_service.errors import DamagedCheckpoint, UntrustedClass
 from ckpt_service.image import Layout, Record
-from ckpt_service.records import ShardManifest
+from ckpt_service.records import ShardingRecord, ShardManifest
 from ckpt_service.scan import parse_manifest
+from trainer_hooks.sharding import Keys, Sharding, shardings_in
 from trainer_hooks.values import STORAGE_DTYPES, Allowed
 
 _READ_BYTES = 16 << 20
@@ -32,10 +33,21 @@ _READ_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class LoadedShard:
-    """What a rank finds in a shard file: the state, and what only its own replica had (None if nothing was saved)."""
+    """What a rank finds in a shard file: the state, and what only its own replica had (None if nothing was saved).
+
+    ``shardings`` says which plain tensors of the state were parts of split ones, by the keys that lead to them.
+    """
 
     state: Any
-    replica: Any | None = None
+    replica: LoadedShard | None = None
+    shardings: Mapping[Keys, Sharding] = field(default_factory=dict)
+
+    def own(self) -> LoadedShard:
+        """Return the state of this rank: with what its replica had of its own in the place of what the writer had."""
+        if self.replica is None:
+            return self
+        theirs = {keys: found for keys, found in self.shardings.items() if not {*keys[:1]} & self.replica.state.keys()}
+        return LoadedShard({**self.state, **self.replica.state}, shardings={**theirs, **self.replica.shardings})
 
 
 def load_shard(path: str, expected: ShardManifest, allowed: Allowed) -> Any:
@@ -61,12 +73,18 @@ def load_rank(path: str, expected: ShardManifest, allowed: Allowed, *, dp_rank: 
             records = _Records(fd)
             if records.manifest() != expected:
                 raise DamagedCheckpoint("its manifest is not the one that was listed")
-            return LoadedShard(_unpickle(records, allowed), _replica(records, dp_rank, allowed))
+            return LoadedShard(_unpickle(records, allowed), _replica(records, dp_rank, allowed), _shardings(records))
         finally:
             os.close(fd)
 
 
-def _replica(records: _Records, dp_rank: int, allowed: Allowed) -> Any | None:
+def _shardings(records: _Records) -> Mapping[Keys, Sharding]:
+    if not records.has(image.SHARDING):
+        return {}
+    return shardings_in(ShardingRecord.model_validate_json(bytes(records.read(image.SHARDING))))
+
+
+def _replica(records: _Records, dp_rank: int, allowed: Allowed) -> LoadedShard | None:
     """Return the state in the image that a replica has contributed."""
     name = image.replica(dp_rank)
     if dp_rank == 0 or not records.has(name):
@@ -74,7 +92,8 @@ def _replica(records: _Records, dp_rank: int, allowed: Allowed) -> Any | None:
     fd = os.memfd_create("ckpt-replica", os.MFD_CLOEXEC)
     try:
         os.pwrite(fd, records.read(name), 0)
-        return _unpickle(_Records(fd), allowed)
+        own = _Records(fd)
+        return LoadedShard(_unpickle(own, allowed), shardings=_shardings(own))
     finally:
         os.close(fd)
 

@@ -22,13 +22,13 @@ from trainer_hooks.topology import Topology
 from trainer_hooks.values import Allowed
 
 
-def packed(state: Any, manifest: ShardManifest, allowed: Allowed) -> bytes:
+def packed(state: Any, manifest: ShardManifest, allowed: Allowed, place: Topology) -> bytes:
     """Return the image of a replica's own state; ``manifest`` is that of its save.
 
     Raises:
         StateRefused: it holds something that cannot be saved.
     """
-    blueprint = capture.blueprint(layout.plan(state, allowed))
+    blueprint = capture.blueprint(layout.plan(state, allowed, place))
     slot = Slot.create(blueprint.layout.nbytes)
     try:
         sized = manifest.model_copy(update={"bytes": blueprint.layout.nbytes, "tensors": blueprint.plan.tensors})

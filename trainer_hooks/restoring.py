@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
 
 from ckpt_service import naming, writer
 from ckpt_service.catalog import State, build
@@ -50,7 +49,7 @@ class Restorer:
             return None
         point, loaded = taken
         self._saves.has_resumed = True  # in strict mode it may still be refused; the user has looked at what is there
-        mine = loaded.state if loaded.replica is None else {**loaded.state, **loaded.replica}
+        mine = loaded.own()
         run.agree(lambda: self._checked(mine, strict=strict), b"", kind=StateMismatch)
         if point.attempt:
             self._go_on_from(Origin(attempt=point.attempt, sequence=point.sequence, explicit=step is not None))
@@ -81,13 +80,13 @@ class Restorer:
         if self._run.attempt is not None:
             self._saver.begin(self._run.hello())
 
-    def _checked(self, state: Any, *, strict: bool) -> bytes:
+    def _checked(self, loaded: LoadedShard, *, strict: bool) -> bytes:
         if self._tracked:
-            self._tracked.check(state, strict=strict)
+            self._tracked.check(loaded.state, loaded.shardings, strict=strict)
         return b""
 
-    def _restored(self, state: Any) -> bytes:
-        self._tracked.restore(state)
+    def _restored(self, loaded: LoadedShard) -> bytes:
+        self._tracked.restore(loaded.state, loaded.shardings)
         return b""
 
     def _seed_if_absent(self, loaded: LoadedShard, point: ResumePoint) -> None:

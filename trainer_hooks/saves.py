@@ -112,7 +112,7 @@ class Saves:
         if state is None:
             numbers = {"epoch": manifest.epoch, "step": manifest.step, "stage": manifest.stage}
             state = {**numbers, **self._tracked.collect()}
-        plan = blueprint(layout.plan(state, self._allowed))
+        plan = blueprint(layout.plan(state, self._allowed, self._run.topology))
         self._saver.save(plan, manifest, target, ticket, with_replicas=with_replicas, final=final)
 
     def _manifest(self, kind: Kind, counts: _Counts, step: int, epoch: int) -> ShardManifest:
@@ -144,7 +144,7 @@ class Saves:
         exchange = self._run.exchange
         if not tracked or exchange is None:
             return
-        content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed)
+        content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed, self._run.topology)
         try:
             exchange.take(replicas.key(manifest, manifest.dp_rank, saves_ago=self._run.slots + 2))  # nobody wanted it
             exchange.put(replicas.key(manifest, manifest.dp_rank), content)

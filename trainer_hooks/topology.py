@@ -72,7 +72,11 @@ class Topology:
     @property
     def dp_rank(self) -> int:
         """Which replica this is."""
-        return (self.rank // self.tp) % self.dp
+        return self.replica_of(self.rank)
+
+    def replica_of(self, rank: int) -> int:
+        """Return which replica another rank of this mesh is."""
+        return (rank // self.tp) % self.dp
 
     @property
     def tp_rank(self) -> int:

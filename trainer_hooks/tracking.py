@@ -8,11 +8,14 @@ import random
 import sys
 import warnings
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ckpt_service.errors import StateMismatch
+from ckpt_service.errors import StateMismatch, StateRefused
+from trainer_hooks.fitting import fit, is_checked
+from trainer_hooks.sharding import Keys, Sharding, below, refuse_object
 
 RNG = "rng_state"
 _KEYS = {"model": "stage_state_dict"}
@@ -55,17 +58,30 @@ class Tracked:
         self._objects[name] = thing
 
     def collect(self) -> dict[str, Any]:
-        """Return the states by their keys in the file, and the state of the random number generators."""
+        """Return the states by their keys in the file, and the state of the random number generators.
+
+        Raises:
+            StateRefused: an object splits its state over ranks in a way that a file for each rank cannot hold.
+        """
+        self._refuse_split()
         state = {key_of(name): thing.state_dict() for name, thing in self._objects.items()}
         return {**state, RNG: rng_state()}
 
     def collect_own(self) -> dict[str, Any]:
-        """Return what differs between data-parallel replicas: generators, and all that is no module or optimizer."""
-        state = {key_of(name): thing.state_dict() for name, thing in self._objects.items() if not _is_checked(thing)}
+        """Return what differs between data-parallel replicas: generators, and all that is no module or optimizer.
+
+        Raises as :meth:`collect`, so that all ranks do.
+        """
+        self._refuse_split()
+        state = {key_of(name): thing.state_dict() for name, thing in self._objects.items() if not is_checked(thing)}
         return {**state, RNG: rng_state()}
 
-    def check(self, state: Mapping[str, Any], *, strict: bool) -> None:
+    def check(
+        self, state: Mapping[str, Any], shardings: Mapping[Keys, Sharding] = MappingProxyType({}), *, strict: bool
+    ) -> None:
         """Check that every tracked object finds what it needs, before any is touched.
+
+        ``shardings`` says which tensors of the state are parts of split ones, by their keys.
 
         Raises:
             StateMismatch: something is missing or does not fit; names all of it. With ``strict=False`` what is missing
@@ -82,15 +98,18 @@ class Tracked:
         misfits = [
             f"{key_of(name)}: {misfit}"
             for name, thing in self._objects.items()
-            if key_of(name) in state and (misfit := _misfit(thing, state[key_of(name)]))
+            if key_of(name) in state
+            for misfit in fit(thing, state[key_of(name)], below(shardings, key_of(name))).misfits
         ]
         if RNG in state and not _is_rng_state(state[RNG]):
             misfits.append(f"{RNG}: it is not one that was collected from tracked objects")
         if misfits:
             raise StateMismatch("the checkpoint does not fit: " + "; ".join(misfits), op="resume")
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], shardings: Mapping[Keys, Sharding] = MappingProxyType({})) -> None:
         """Give every tracked object its state, and restore the random number generators.
+
+        It was found to fit by :meth:`check`.
 
         Raises:
             StateMismatch: an object refused its state; those restored before it are as they were.
@@ -102,7 +121,7 @@ class Tracked:
             try:
                 if _may_refuse(thing):
                     undo.append((thing, copy.deepcopy(thing.state_dict())))
-                thing.load_state_dict(state[key_of(name)])
+                thing.load_state_dict(fit(thing, state[key_of(name)], below(shardings, key_of(name))).state)
             except Exception as error:
                 for earlier, before in reversed(undo):
                     with contextlib.suppress(Exception):  # it refuses its own state too; the others still get theirs
@@ -113,49 +132,17 @@ class Tracked:
         if RNG in state:
             restore_rng(state[RNG])
 
+    def _refuse_split(self) -> None:
+        for name, thing in self._objects.items():
+            reason = refuse_object(thing)
+            if reason is not None:
+                raise StateRefused(f"{key_of(name)}: {reason}", op="capture")
+
 
 def _may_refuse(thing: Stateful) -> bool:
-    """Whether loading may fail although :func:`_misfit` found nothing: the object has a way of its own to load."""
+    """Whether loading may fail although nothing that does not fit was found: the object has its own way to load."""
     known = (torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict)
     return getattr(type(thing), "load_state_dict", None) not in known
-
-
-def _is_checked(thing: Stateful) -> bool:
-    """Whether :func:`_misfit` knows this kind of object well enough that loading it will not fail."""
-    return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
-
-
-def _misfit(thing: Stateful, state: Any) -> str | None:
-    """Return what of a saved state does not fit a module or an optimizer, None if all does."""
-    if isinstance(thing, torch.nn.Module):
-        return _module_misfit(thing.state_dict(), state) if isinstance(state, Mapping) else _not_of(thing, state)
-    if isinstance(thing, torch.optim.Optimizer):
-        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-            return _not_of(thing, state)
-        mine = [len(group["params"]) for group in thing.param_groups]
-        saved = [len(group["params"]) for group in state["param_groups"]]
-        return None if mine == saved else f"parameter groups of {saved} parameters were saved, and there are {mine}"
-    return None
-
-
-def _not_of(thing: Stateful, state: Any) -> str:
-    return f"a {type(state).__name__} was saved that is not a state of {type(thing).__name__}"
-
-
-def _module_misfit(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    absent = sorted(mine.keys() - saved.keys())
-    if absent:
-        return f"{absent[0]} was not saved" + (f" (and {len(absent) - 1} more)" if absent[1:] else "")
-    unknown = sorted(saved.keys() - mine.keys())
-    if unknown:
-        return f"{unknown[0]} was saved and is not there now" + (
-            f" (and {len(unknown) - 1} more)" if unknown[1:] else ""
-        )
-    for name, tensor in mine.items():
-        other = saved[name]
-        if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor) and tensor.shape != other.shape:
-            return f"{name} was saved with shape {tuple(other.shape)} and has {tuple(tensor.shape)} now"
-    return None
 
 
 def rng_state() -> dict[str, Any]:

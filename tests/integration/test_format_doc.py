@@ -15,7 +15,16 @@ from pydantic import BaseModel
 
 from ckpt_service import image
 from ckpt_service.checksum import verify_records
-from ckpt_service.records import FORMAT_VERSION, Attempt, Origin, ShardManifest, TopologyRecord
+from ckpt_service.records import (
+    FORMAT_VERSION,
+    Attempt,
+    MeshRecord,
+    Origin,
+    ShardingRecord,
+    ShardManifest,
+    TensorSharding,
+    TopologyRecord,
+)
 from trainer_hooks.values import REBUILD, REBUILD_PARAMETER, STORAGE_DTYPES, Allowed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -44,8 +53,13 @@ def rows(text: str) -> list[list[str]]:
 
 
 def fields(title: str) -> dict[str, str]:
-    """Return the fields that a section's table names, with what stands in the column of types."""
-    return {row[0].strip("`"): row[1] for row in rows(section(title)) if row[0].startswith("`")}
+    """Return the fields that the first table of a section names, with what stands in the column of types."""
+    return {row[0].strip("`"): row[1] for row in rows(_own(title)) if row[0].startswith("`")}
+
+
+def _own(title: str) -> str:
+    """Return a section without its subsections."""
+    return section(title).partition("\n### ")[0]
 
 
 def names(model: type[BaseModel]) -> list[str]:
@@ -96,7 +110,7 @@ def test_manifest_fields() -> None:
 @pytest.mark.parametrize("title", ["The manifest", "The attempt file"])
 def test_optional_fields_are_told_apart(title: str) -> None:
     model = ShardManifest if title == "The manifest" else Attempt
-    told = {row[0].strip("`") for row in rows(section(title)) if "if absent" in row[-1] or "null" in row[1]}
+    told = {row[0].strip("`") for row in rows(_own(title)) if "if absent" in row[-1] or "null" in row[1]}
     assert told == {name for name, field in model.model_fields.items() if not field.is_required()} - {"format_version"}
 
 
@@ -105,6 +119,14 @@ def test_attempt_fields() -> None:
     assert list(documented) == names(Attempt)
     assert re.findall("`(.+?)`", documented["topology"]) == names(TopologyRecord)
     assert re.findall("`(.+?)`", documented["resumed_from"]) == names(Origin)
+
+
+def test_fields_of_split_tensors() -> None:
+    documented = [[cell.strip("`") for cell in row[:2]] for row in rows(section("The manifest").partition("\n### ")[2])]
+    models = {"meshes": MeshRecord, "tensors": TensorSharding}
+    assert list(models) == names(ShardingRecord)
+    expected = [[part, name] for part, model in models.items() for name in names(model)]
+    assert documented == [["list", "field"], *expected]
 
 
 def test_numbers() -> None:

@@ -229,7 +229,7 @@ def test_other_shapes_are_named_with_their_key(strict: bool) -> None:
 def test_other_parameters_are_named() -> None:
     training = Training()
     state = training.state()
-    renamed = {f"module.{key}": value for key, value in state["stage_state_dict"].items()}
+    renamed = {f"other.{key}": value for key, value in state["stage_state_dict"].items()}
     refused(training, state | {"stage_state_dict": renamed}, r"stage_state_dict: 0\.bias was not saved \(and 6 more\)")
     more = {**state["stage_state_dict"], "9.weight": torch.ones(1)}
     refused(training, state | {"stage_state_dict": more}, r"stage_state_dict: 9\.weight was saved and is not there now")
