@@ -140,7 +140,7 @@ class Checkpointer:
             ValueError: step or epoch is not a whole number, or (``StateRefused``) the state holds something that could
                 not be loaded again; names the key path.
         """
-        return self._save(self._target, step, epoch, state, final=final)
+        return self.save_to(self._target, step, epoch, state, final=final)
 
     def resume(self, step: int | None = None, epoch: int | None = None, *, strict: bool = True) -> ResumePoint | None:
         """Load the newest checkpoint that all ranks have, or the one that is named, into the tracked objects.
@@ -254,7 +254,11 @@ class Checkpointer:
             raise
         return client
 
-    def _save(self, target: Target, step: int, epoch: int, state: Any, *, final: bool) -> SaveTicket:
+    def save_to(self, target: Target, step: int, epoch: int, state: Any, *, final: bool) -> SaveTicket:
+        """Save to another history than that of the training, for trainers with files of their own kinds; else as save.
+
+        Each kind counts its saves by itself, and every rank has to save the same kinds in the same order.
+        """
         self._require_usable()
         ticket = self._saves.save(target, step, epoch, state, final=final)
         if self._announcer is not None:
