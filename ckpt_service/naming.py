@@ -168,7 +168,7 @@ def peers_file(host: str) -> str:
 
 def parse_peers_file(name: str) -> str | None:
     """Return the host whose peers file this is, or None."""
-    match = re.fullmatch(r"peers\.([A-Za-z0-9._]+)\.json", name, re.ASCII)
+    match = re.fullmatch(r"peers\.([A-Za-z0-9._-]+)\.json", name, re.ASCII)
     return match[1] if match else None
 
 
