@@ -172,6 +172,11 @@ def parse_peers_file(name: str) -> str | None:
     return match[1] if match else None
 
 
+def probe_files(token: str) -> tuple[str, str]:
+    """Return the two names of a file by which a directory is tried out: as it is made, and as it is renamed."""
+    return f".ckpt-doctor-{token}.made", f".ckpt-doctor-{token}.renamed"
+
+
 def launch_directory(launch: str) -> str:
     """Return the name of the directory where the ranks of a launch meet: a hash, since launch ids are free text."""
     return hashlib.sha256(launch.encode()).hexdigest()[:16]

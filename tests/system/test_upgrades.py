@@ -141,6 +141,8 @@ def test_verbs_say_that_a_newer_release_wrote_the_newest(run: RunDirectory) -> N
     newest = run.cli("verify", str(run.root))
     assert newest.returncode == 0
     assert "step 3 epoch 0 is not checked" in newest.stderr
+    doctor = run.cli("doctor", str(run.root))
+    assert "a resume stops at a checkpoint of a newer release: step 3 epoch 0" in doctor.stdout
     everything = run.cli("verify", "--all", str(run.root))
     assert everything.returncode == 6
     assert f"BAD  {path}: its format version is 2, and this release reads up to 1; upgrade" in everything.stdout
@@ -170,15 +172,14 @@ def test_a_run_goes_on_beside_newer_files_only_when_told_to_and_deletes_none(run
         checkpointer.resume(step=2)
         for step in (3, 4, 5):
             checkpointer.save(step, state=state(step, 1)).wait_committed(20)
-    with Checkpointer(root, keep_last=1) as checkpointer:
-        say("resumed", checkpointer.resume().step)
     """
-    wait_for(run.daemon_has_left, "the first daemon leaves")
-    assert run.trainer(goes_back).says("resumed") == "5", "it is abandoned now, and stops nobody any more"
+    run.trainer(goes_back).ends()
     wait_for(run.daemon_has_left, "the daemon leaves")
     aside = newest.with_name(".ckpt_step_3_epoch_0.pt.1-3.kept")
     assert aside.read_bytes() == content
     assert run.files() == ["ckpt_step_5_epoch_0.pt"]
+    resumes = "with Checkpointer(root) as checkpointer:\n    say('resumed', checkpointer.resume().step)\n"
+    assert run.trainer(resumes).says("resumed") == "5", "it is abandoned now, and stops nobody any more"
 
 
 # --- fields and names that are not known here -------------------------------------------------------------------------
