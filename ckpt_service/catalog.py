@@ -49,7 +49,7 @@ class Shard:
 
     ``bytes`` is the size found, ``modified`` the time of its last change in seconds since the epoch (shown to people,
     never used for a decision). ``problem`` says why a damaged file is damaged;
-    ``unread`` that it could not be read just now, which may pass.
+    ``unread`` that it could not be read just now, which may pass; ``newer_format`` that only a newer release can.
     """
 
     path: str
@@ -60,6 +60,7 @@ class Shard:
     manifest: ShardManifest | None = None
     problem: str | None = None
     unread: bool = False
+    newer_format: bool = False
 
     @property
     def tp_rank(self) -> int:

@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator
 
 from pydantic import BaseModel, ValidationError
 
+from ckpt_service._version import __version__
 from ckpt_service.errors import ProtocolError, ServiceUnavailable, from_os_error
 from ckpt_service.intake import close_all
-from ckpt_service.records import ClientMessage, Progress, client_messages
+from ckpt_service.records import PROTOCOL, Announcement, ClientMessage, Progress, client_messages
 from ckpt_service.wire import MAX_DESCRIPTORS, Decoder, Frame, encode
 
 _CREDENTIALS = struct.Struct("3i")
@@ -85,7 +86,7 @@ class Connection:
                 message = client_messages.validate_json(frame.body)
             except ValidationError as error:
                 close_all(mine)
-                raise ProtocolError(f"not a message of this protocol: {error}") from error
+                raise _unreadable(frame.body, error) from error
             yield message, mine
 
     def send(self, message: BaseModel) -> None:
@@ -155,6 +156,26 @@ class Connection:
                 await loop.sock_sendall(self._socket, data)
             except OSError:
                 return  # the reader sees the end of the connection as well and reports it
+
+
+def other_protocol(version: str, protocol: int) -> ProtocolError:
+    """Return the refusal of a client of another protocol."""
+    return ProtocolError(
+        f"this daemon ({__version__}) speaks protocol {PROTOCOL}, and {version} speaks {protocol}",
+        hint="stop the daemon (`ckpt-service status` names its pid), and use one release of ckpt-service on both sides",
+    )
+
+
+def _unreadable(body: bytes, error: ValidationError) -> ProtocolError:
+    """Say what is wrong with a message: most of all that it is the hello of another protocol, with fields unknown here.
+
+    A greeting is understood in this much by every release, so that both can say what has to be upgraded.
+    """
+    with contextlib.suppress(ValidationError):
+        hello = Announcement.model_validate_json(body)
+        if hello.protocol != PROTOCOL:
+            return other_protocol(hello.version, hello.protocol)
+    return ProtocolError(f"not a message of this protocol: {error}")
 
 
 def listen(path: str) -> socket.socket:

@@ -91,6 +91,10 @@ class DamagedCheckpoint(CkptError):
     """A file is short, fails its checksum, or is not what its name says."""
 
 
+class NewerFormat(DamagedCheckpoint):
+    """A file is of a format that this release cannot read; it may well be whole, so it is never deleted."""
+
+
 class UntrustedClass(CkptError):
     """The checkpoint is whole and holds an object of a class that ``trust`` does not allow; nothing was loaded."""
 

@@ -168,8 +168,13 @@ def peers_file(host: str) -> str:
 
 def parse_peers_file(name: str) -> str | None:
     """Return the host whose peers file this is, or None."""
-    match = re.fullmatch(r"peers\.([A-Za-z0-9._]+)\.json", name, re.ASCII)
+    match = re.fullmatch(r"peers\.([A-Za-z0-9._-]+)\.json", name, re.ASCII)
     return match[1] if match else None
+
+
+def probe_files(token: str) -> tuple[str, str]:
+    """Return the two names of a file by which a directory is tried out: as it is made, and as it is renamed."""
+    return f".ckpt-doctor-{token}.made", f".ckpt-doctor-{token}.renamed"
 
 
 def launch_directory(launch: str) -> str:

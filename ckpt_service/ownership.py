@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import secrets
+import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from ckpt_service import naming, scan
 from ckpt_service.errors import RunDirectoryBusy
 from ckpt_service.records import Attempt, Origin, TopologyRecord
 from ckpt_service.storage import create_small, make_directories, write_small
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 def host_name(environ: Mapping[str, str]) -> str:
@@ -41,6 +44,25 @@ def pid_start(pid: int) -> int | None:
 def service_path(root: str, postfix: str | None) -> str:
     """Return the directory of everything of ours that is not a checkpoint."""
     return os.path.join(root, naming.service_directory(postfix))
+
+
+def lock_holder(path: str) -> int | None:
+    """Return the pid that holds a record lock on a file (0 where it is not visible), None if nobody does; only looks.
+
+    Not for a process that holds one on that file itself: closing it here would let go of that (fcntl(2), F_GETLK).
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    kind, _, _, _, pid = _FLOCK.unpack(found)
+    return None if kind == fcntl.F_UNLCK else max(0, int(pid))
 
 
 @dataclass(frozen=True)

@@ -360,6 +360,14 @@ class Hello(_Message):
     on_full: OnFull = "block"
 
 
+class Announcement(_File):
+    """What a hello of any protocol says, also one that this release cannot read as a whole."""
+
+    type: Literal["hello"] = "hello"
+    protocol: int
+    version: str = "an unknown release"
+
+
 class Retention(_Message):
     """The retention policy of a trainer, as it travels with every offer."""
 
@@ -450,10 +458,15 @@ class Welcome(_Message):
     host: str
 
 
-class Refused(_Message):
-    """The hello or the offer (``snapshot_id``) is not taken. ``retryable``: offering it again may succeed."""
+class Refused(_File):
+    """The hello or the offer (``snapshot_id``) is not taken. ``retryable``: offering it again may succeed.
+
+    The one message that crosses between releases, so unknown fields are ignored and none may ever be taken away.
+    ``protocol`` is the daemon's.
+    """
 
     type: Literal["refused"] = "refused"
+    protocol: int = PROTOCOL
     snapshot_id: str | None = None
     message: str
     retryable: bool = False

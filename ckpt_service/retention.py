@@ -1,8 +1,8 @@
 """Which files of one shard may go. Pure: policy and catalog in, plan out.
 
-A plan only ever deletes files of one (kind, stage, tp rank), never foreign or legacy ones or a stranger's copies, and
-never of the newest complete checkpoint, of the one that the running attempt started from before it has a complete one
-of its own, or of a set that can still complete.
+A plan only ever deletes files of one (kind, stage, tp rank), never foreign or legacy ones, a stranger's copies or files
+of a newer format, and never of the newest complete checkpoint, of the one that the running attempt started from before
+it has a complete one of its own, or of a set that can still complete.
 """
 
 from __future__ import annotations
@@ -83,8 +83,15 @@ def plan(policy: RetentionPolicy, catalog: Catalog, *, kind: Kind, stage: int, t
         keep, reason = _decide(checkpoint, view)
         files = (*checkpoint.shards, *checkpoint.copies)
         own = (shard for shard in files if (shard.stage, shard.tp_rank) == (stage, tp_rank))
-        decisions += [Decision(shard, keep, reason) for shard in own]
+        decisions += [_spare_newer(Decision(shard, keep, reason)) for shard in own]
     return RetentionPlan(tuple(decisions))
+
+
+def _spare_newer(decision: Decision) -> Decision:
+    """Keep a file that only a newer release can read: what it is worth can only be told there."""
+    if not decision.shard.newer_format:
+        return decision
+    return Decision(decision.shard, keep=True, reason=decision.shard.problem or decision.reason)
 
 
 @dataclass(frozen=True)

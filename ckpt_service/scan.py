@@ -5,6 +5,7 @@ Reading is all that happens here; a file that vanishes between the listing and t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +14,17 @@ from pydantic import ValidationError
 
 from ckpt_service import image, naming
 from ckpt_service.catalog import Catalog, Evidence, Shard, build
-from ckpt_service.errors import DamagedCheckpoint
+from ckpt_service.errors import DamagedCheckpoint, NewerFormat
 from ckpt_service.naming import Kind, ShardName
-from ckpt_service.records import FORMAT_VERSION, Attempt, PeersFile, RankHolds, ServiceStatus, ShardManifest
+from ckpt_service.records import (
+    FORMAT_VERSION,
+    SCHEMA_VERSION,
+    Attempt,
+    PeersFile,
+    RankHolds,
+    ServiceStatus,
+    ShardManifest,
+)
 
 _ZIP_MAGIC = b"PK\3\4"
 _PICKLE_MAGIC = b"\x80"
@@ -25,7 +34,8 @@ def parse_manifest(head: bytes | memoryview) -> ShardManifest | None:
     """Return the manifest in the first ``image.MANIFEST_END`` bytes of a file, None if it has none.
 
     Raises:
-        DamagedCheckpoint: there is one, and it cannot be read or is of a newer format.
+        NewerFormat: there is one, of a format that this release cannot read.
+        DamagedCheckpoint: there is one, and it cannot be read.
     """
     content = image.manifest_json(head)
     if content is None:
@@ -34,13 +44,25 @@ def parse_manifest(head: bytes | memoryview) -> ShardManifest | None:
         values = json.loads(content)
         found = values.get("format_version")
         if isinstance(found, int) and found > FORMAT_VERSION:
-            raise DamagedCheckpoint(
+            raise NewerFormat(
                 f"its format version is {found}, and this release reads up to {FORMAT_VERSION}",
                 hint="upgrade ckpt-service to read it",
             )
         return ShardManifest.model_validate(values)
     except (ValueError, AttributeError, ValidationError, RecursionError) as error:
         raise DamagedCheckpoint(f"its manifest cannot be read: {error}") from error
+
+
+def newer_manifest(head: bytes | memoryview) -> ShardManifest | None:
+    """Return what a file of a newer format says of itself, as far as the fields of this release go, or None.
+
+    Good for its place among the others, so that nothing older is taken for the newest; never for loading it.
+    """
+    content = image.manifest_json(head)
+    try:
+        return None if content is None else ShardManifest.model_validate_json(content)
+    except ValidationError:
+        return None
 
 
 def is_legacy(head: bytes) -> bool:
@@ -73,6 +95,9 @@ def inspect(path: str, name: ShardName, stage: int) -> Shard | None:
         os.close(fd)
     try:
         manifest = parse_manifest(head)
+    except NewerFormat as error:
+        said = newer_manifest(head)
+        return Shard(path, name, stage, found.st_size, found.st_mtime, said, str(error), newer_format=True)
     except DamagedCheckpoint as error:
         return Shard(path, name, stage, found.st_size, found.st_mtime, problem=str(error))
     problem = _problem(head, manifest, name, stage, found.st_size)
@@ -229,17 +254,40 @@ def load_evidence(root: str, postfix: str | None, look: Look = inspect) -> Evide
 
 def load_statuses(root: str, postfix: str | None) -> list[ServiceStatus]:
     """Return the status documents of all hosts; one that cannot be read is left out."""
+    return [found for found in _statuses(root, postfix) if isinstance(found, ServiceStatus)]
+
+
+def unreadable_statuses(root: str, postfix: str | None) -> list[str]:
+    """Say of each status document that cannot be read, which one it is and why not."""
+    return [found for found in _statuses(root, postfix) if isinstance(found, str)]
+
+
+def _statuses(root: str, postfix: str | None) -> Iterator[ServiceStatus | str]:
     directory = os.path.join(root, naming.service_directory(postfix))
-    statuses = []
     for name in sorted(_listed(directory)):
         if naming.parse_status_file(name) is None:
             continue
+        path = os.path.join(directory, name)
         try:
-            with open(os.path.join(directory, name), "rb") as file:
-                statuses.append(ServiceStatus.model_validate_json(file.read()))
-        except (OSError, ValidationError):
+            with open(path, "rb") as file:
+                content = file.read()
+        except OSError as error:
+            yield f"{path} cannot be read: {error.strerror}"
             continue
-    return statuses
+        try:
+            yield ServiceStatus.model_validate_json(content)
+        except ValidationError as error:
+            yield f"{path} cannot be understood: {_why_not(content, error)}"
+
+
+def _why_not(content: bytes, error: ValidationError) -> str:
+    """Tell a newer release's document from a broken one."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        found = json.loads(content).get("schema_version")
+        if isinstance(found, int) and found > SCHEMA_VERSION:
+            return f"its schema version is {found}, and this release reads up to {SCHEMA_VERSION}; upgrade ckpt-service"
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
 
 
 def _listed(directory: str) -> list[str]:

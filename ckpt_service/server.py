@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 
 from ckpt_service import __version__, intake, jobs, naming, ownership, records, status
 from ckpt_service.config import ServiceConfig
-from ckpt_service.connection import Connection, peer_uid
+from ckpt_service.connection import Connection, other_protocol, peer_uid
 from ckpt_service.errors import CkptError, ProtocolError, SnapshotSuperseded
 from ckpt_service.intake import Held
 from ckpt_service.jobs import JobBook, JobKey, Phase
@@ -208,10 +208,7 @@ class Server:
     def _on_hello(self, client: Client, hello: Hello) -> None:
         mine = (self._paths.root, self._paths.postfix)
         if hello.protocol != PROTOCOL:
-            raise ProtocolError(
-                f"this daemon ({__version__}) speaks protocol {PROTOCOL}, and {hello.version} speaks {hello.protocol}",
-                hint="stop the daemon, and use one release of ckpt-service on both sides",
-            )
+            raise other_protocol(hello.version, hello.protocol)
         if (hello.root, hello.postfix) != mine:
             raise ProtocolError(f"this daemon serves {mine}, and the client asks for {(hello.root, hello.postfix)}")
         client.hello = hello

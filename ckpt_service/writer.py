@@ -17,9 +17,9 @@ from typing import Literal
 
 from ckpt_service import image, naming, scan
 from ckpt_service.checksum import crc32
-from ckpt_service.errors import DamagedCheckpoint, SaveFailed, SnapshotSuperseded, from_os_error
+from ckpt_service.errors import DamagedCheckpoint, NewerFormat, SaveFailed, SnapshotSuperseded, from_os_error
 from ckpt_service.image import Layout
-from ckpt_service.records import ShardManifest
+from ckpt_service.records import FORMAT_VERSION, ShardManifest
 from ckpt_service.storage import Directory, NewFile
 
 
@@ -268,20 +268,26 @@ def _set_aside(snapshot: Snapshot, there: ShardManifest | Literal["legacy"] | No
     if there is None or there == mine:
         return
     attempt, sequence = (0, 0) if there == "legacy" else (there.attempt, there.sequence)
-    if there != "legacy" and mine.pp * mine.tp == there.pp * there.tp == 1 and attempt == mine.attempt:
+    if there != "legacy" and there.format_version <= FORMAT_VERSION and _outdates(mine, there):
         return
     with contextlib.suppress(FileExistsError):  # a crash came between this link and the rename
         directory.link(final, naming.kept(final, attempt=attempt, sequence=sequence))
     directory.sync()  # the second name before the first is taken: a power cut may keep any one of two changes
 
 
+def _outdates(mine: ShardManifest, there: ShardManifest) -> bool:
+    return mine.pp * mine.tp == there.pp * there.tp == 1 and there.attempt == mine.attempt
+
+
 def _look_at(directory: Directory, name: str) -> ShardManifest | Literal["legacy"] | None:
     """Return the manifest of the shard that has this name, "legacy" if the old trainer wrote it, None for all else."""
+    head = directory.head(name, image.MANIFEST_END)
+    if head is None:
+        return None
     try:
-        head = directory.head(name, image.MANIFEST_END)
-        if head is None:
-            return None
         return scan.parse_manifest(head) or ("legacy" if scan.is_legacy(head) else None)
+    except NewerFormat:
+        return scan.newer_manifest(head) or "legacy"  # a newer release may load it, so it is set aside
     except DamagedCheckpoint:
         return None  # whatever it is, it is not a checkpoint of ours that anybody could load
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_service.catalog import Catalog, Checkpoint, CheckpointId, Shard, State
-from ckpt_service.errors import LayoutMismatch
+from ckpt_service.errors import LayoutMismatch, NewerFormat
+from ckpt_service.newer import may_be_newer, unreadable_newest
 from trainer_hooks.topology import Topology
 
 Skipped = tuple[CheckpointId, str]
@@ -29,6 +30,7 @@ def candidates(catalog: Catalog, topology: Topology, step: int | None, epoch: in
     Raises:
         ValueError: the named one is not there, or the step alone does not name one.
         LayoutMismatch: what would be tried was saved with another pp or tp.
+        NewerFormat: none is named, and the newest was saved by a newer release.
     """
     history = catalog.of_kind("train")
     usable = [checkpoint for checkpoint in history if checkpoint.state is State.COMPLETE]
@@ -37,6 +39,7 @@ def candidates(catalog: Catalog, topology: Topology, step: int | None, epoch: in
         named = _named(usable or legacy, history, step, epoch)
         _require_layout(named, topology)
         return Choice([named], [])
+    _require_readable(catalog)
     if usable:
         _require_layout(usable[0], topology)
     else:
@@ -45,15 +48,22 @@ def candidates(catalog: Catalog, topology: Topology, step: int | None, epoch: in
         # Nobody can tell how many files the old trainer wrote, but every rank needs one, or they would part ways here.
         usable = legacy
     damaged = [checkpoint for checkpoint in history if checkpoint.state is State.DAMAGED]
-    passed = [c for c in damaged if not usable or _may_be_newer(c, usable[0])]
+    passed = [c for c in damaged if not usable or may_be_newer(c, usable[0])]
     return Choice(usable, [(c.id, c.reason or "damaged") for c in passed])
 
 
-def _may_be_newer(damaged: Checkpoint, taken: Checkpoint) -> bool:
-    """A file that lost its manifest lost its place in the order too; then the numbers in the names have to do."""
-    if damaged.id.attempt == 0 < taken.id.attempt:
-        return (damaged.id.epoch, damaged.id.step) > (taken.id.epoch, taken.id.step)
-    return damaged.order > taken.order
+def _require_readable(catalog: Catalog) -> None:
+    """Going back to what this release can read would lose what a newer one has saved: the user has to decide."""
+    newest = unreadable_newest(catalog)
+    if newest is None:
+        return
+    raise NewerFormat(
+        f"step {newest.id.step} epoch {newest.id.epoch} was saved by a newer release: {newest.reason}",
+        op="resume",
+        step=newest.id.step,
+        path=newest.shards[0].path,
+        hint="or go back on purpose, with resume(step=...)",
+    )
 
 
 def _mine(topology: Topology) -> tuple[int, int]:

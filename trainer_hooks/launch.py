@@ -8,9 +8,13 @@ connect to it.
 
 from __future__ import annotations
 
+import logging
 import os
+import select
+import signal
 import site
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -26,7 +30,10 @@ from ckpt_service.locate import socket_path
 from ckpt_service.records import DaemonMessage, Hello, Refused, Welcome, daemon_messages
 from ckpt_service.scan import load_statuses
 
+log = logging.getLogger(__name__)
+
 _RETRY_SECONDS = 0.05
+_CREDENTIALS = struct.Struct("3i")
 _READ_BYTES = 1 << 16
 
 
@@ -49,6 +56,14 @@ class Service:
         # A copy of a run directory holds the status of the original's daemon.
         known = [s.daemon.socket for s in statuses if (s.host, s.root) == (self.host, self.root)]
         yield from dict.fromkeys([*known, socket_path(self.root, self.postfix, self.host, self.environ)])
+
+
+class OlderDaemon(ProtocolError):
+    """The daemon that answers speaks an older protocol. ``pid`` is 0 where its process cannot be seen from here."""
+
+    def __init__(self, message: str, pid: int) -> None:
+        super().__init__(message, op="connect")
+        self.pid = pid
 
 
 class Channel:
@@ -85,17 +100,26 @@ class Channel:
 def connect(service: Service, hello: Hello, config: ServiceConfig) -> Channel:
     """Return a channel to the daemon; start one if none answers and it is ours to start.
 
+    A daemon that an older release has left behind is asked to finish and leave, and gives way to one of this release.
+    It holds nothing that is needed yet but what it still writes: the run lock is ours, so no other run has use for it.
+
     Raises:
         ServiceUnavailable: after ``start_seconds``; says what was tried and why it failed.
     """
     deadline = time.monotonic() + config.start_seconds
     problem = "nothing listens"
+    may_relieve = service.socket is None
     while True:
         for path in service.sockets():
             try:
                 return _greet(path, hello, deadline, config.notice_seconds)
             except (OSError, CkptError) as error:
                 problem = f"{path}: {error}"
+                if isinstance(error, OlderDaemon) and error.pid and may_relieve:
+                    may_relieve = False  # once: whatever brings it back will do so again
+                    _relieve(error, config.grace_seconds + config.notice_seconds)
+                    deadline = time.monotonic() + config.start_seconds
+                    break
                 if isinstance(error, ProtocolError):
                     raise ServiceUnavailable(f"the daemon refuses: {error}", op="connect", path=path) from error
         remaining = deadline - time.monotonic()
@@ -127,6 +151,8 @@ def _greet(path: str, hello: Hello, deadline: float, notice_seconds: float) -> C
                     case Welcome():
                         sock.settimeout(notice_seconds)  # a daemon that takes nothing for so long is given up
                         return channel
+                    case Refused(message=reason, protocol=spoken) if spoken < hello.protocol:
+                        raise OlderDaemon(reason, _peer_pid(sock))
                     case Refused(message=reason):
                         raise ProtocolError(reason)
                     case _:
@@ -134,6 +160,39 @@ def _greet(path: str, hello: Hello, deadline: float, notice_seconds: float) -> C
     except BaseException:
         sock.close()
         raise
+
+
+def _peer_pid(sock: socket.socket) -> int:
+    """Return the pid of the process that listens at the other end (unix(7), SO_PEERCRED), 0 if it is not visible."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[0])
+
+
+def _relieve(daemon: OlderDaemon, patience_seconds: float) -> None:
+    """Have a daemon finish what it holds and leave; returns when it has ended.
+
+    Raises:
+        ServiceUnavailable: it has not, or it is not ours to end.
+    """
+    log.warning("%s; pid %d is asked to finish its writes and leave", daemon.args[0], daemon.pid)
+    try:
+        process = os.pidfd_open(daemon.pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        if not poll.poll(patience_seconds * 1000):
+            raise ServiceUnavailable(
+                f"{daemon.args[0]}: pid {daemon.pid} was asked to leave, and has not in {patience_seconds:.0f} s",
+                op="connect",
+                hint="start again once it has left",
+            )
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(process)
 
 
 def _start(service: Service, patience_seconds: float) -> str | None:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from ckpt_service.cli import latest, ls, run, status, verify
+from ckpt_service.cli import doctor, latest, ls, run, status, verify
 from ckpt_service.cli.common import Exit, complain
 from ckpt_service.errors import CkptError
 
@@ -26,6 +26,7 @@ app.command("status")(status.status)
 app.command("ls")(ls.ls)
 app.command("latest")(latest.latest)
 app.command("verify")(verify.verify)
+app.command("doctor")(doctor.doctor)
 
 
 @app.command("version")

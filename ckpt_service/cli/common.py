@@ -24,6 +24,7 @@ class Exit(IntEnum):
     DOWN = 4
     NO_CHECKPOINT = 5
     DAMAGED = 6
+    NO_SPACE = 8
 
 
 Root = Annotated[str, typer.Argument(metavar="[ROOT]", help="The directory that the trainer saves to.")]

@@ -19,6 +19,7 @@ from ckpt_service.cli.common import (
     moment,
     print_json,
 )
+from ckpt_service.newer import unreadable_newest
 from ckpt_service.records import SCHEMA_VERSION
 from ckpt_service.scan import load_catalog
 
@@ -31,7 +32,10 @@ def latest(
 ) -> None:
     """Print the newest complete checkpoint."""
     root = absolute_root(root)
-    newest = load_catalog(root, checked_postfix(postfix)).newest_complete()
+    catalog = load_catalog(root, checked_postfix(postfix))
+    newest = catalog.newest_complete()
+    if (newer := unreadable_newest(catalog)) is not None:
+        complain(f"step {newer.id.step} epoch {newer.id.epoch} may be newer: {newer.reason}")
     if newest is None:
         complain(f"{root} has no complete checkpoint; `ckpt-service ls {root}` lists what is there")
         sys.exit(Exit.NO_CHECKPOINT)

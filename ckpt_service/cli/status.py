@@ -22,19 +22,23 @@ from ckpt_service.cli.common import (
 from ckpt_service.config import load_config
 from ckpt_service.ownership import host_name, pid_start
 from ckpt_service.records import SCHEMA_VERSION, ServiceStatus
-from ckpt_service.scan import load_statuses
+from ckpt_service.scan import load_statuses, unreadable_statuses
 
 
 def status(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> None:
     """Show what is queued, being written, safe, and failed."""
     root = absolute_root(root)
     stale_seconds = load_config(os.environ).stale_seconds
-    found = load_statuses(root, checked_postfix(postfix))
+    postfix = checked_postfix(postfix)
+    found = load_statuses(root, postfix)
     now = datetime.now(timezone.utc)
+    unreadable = unreadable_statuses(root, postfix)
+    for problem in unreadable:
+        complain(problem)
     if as_json:
         hosts = [document.model_dump(mode="json") for document in found]
         print_json({"schema_version": SCHEMA_VERSION, "hosts": hosts})
-    elif not found:
+    elif not found and not unreadable:
         complain(f"no daemon has served {root} yet: there is no status file (with async_ckpt=False there is none)")
     else:
         for document in found:

@@ -19,6 +19,7 @@ from ckpt_service.cli.common import (
     print_json,
     size,
 )
+from ckpt_service.newer import unreadable_newest
 from ckpt_service.records import SCHEMA_VERSION
 from ckpt_service.scan import load_catalog
 from ckpt_service.verify import FileReport, verify_shard
@@ -34,7 +35,10 @@ def verify(
 ) -> None:
     """Check the newest complete checkpoint against its checksums."""
     root = absolute_root(root)
-    shards = _chosen(load_catalog(root, checked_postfix(postfix)), everything)
+    catalog = load_catalog(root, checked_postfix(postfix))
+    shards = _chosen(catalog, everything)
+    if not everything and (newer := unreadable_newest(catalog)) is not None:
+        complain(f"step {newer.id.step} epoch {newer.id.epoch} is not checked: {newer.reason}")
     if not shards:
         complain(f"{root} has no {'checkpoint' if everything else 'complete checkpoint'} to verify")
         sys.exit(Exit.NO_CHECKPOINT)

@@ -517,3 +517,16 @@ def test_a_memory_opens_only_what_has_changed(tmp_path: Path, monkeypatch: pytes
     opened.clear()
     list(scan.scan_directory(str(tmp_path), 0, memory))
     assert len(opened) == 2
+
+
+def test_a_file_of_a_newer_format_keeps_its_place_and_its_attempt_counts(tmp_path: Path) -> None:
+    path = write_shard(tmp_path, attempt=7, sequence=3)
+    path.write_bytes(newer_format(path.read_bytes()))
+    shard = only(tmp_path)
+    assert shard.newer_format
+    assert shard.manifest is not None
+    assert (shard.manifest.attempt, shard.manifest.sequence) == (7, 3)
+    path.write_bytes(path.read_bytes().replace(b'"sequence":3', b'"sequence":x'))
+    assert (only(tmp_path).newer_format, only(tmp_path).manifest) == (False, None), "it is not even JSON any more"
+    path.write_bytes(path.read_bytes().replace(b'"sequence":x', b'"sequence":0'))
+    assert (only(tmp_path).newer_format, only(tmp_path).manifest) == (True, None)

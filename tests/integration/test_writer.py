@@ -308,6 +308,27 @@ def test_what_another_attempt_or_the_old_trainer_wrote_is_set_aside() -> None:
     assert list(directory.disk()) == [FINAL], "a set of one file that the same attempt saves again needs no second name"
 
 
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ((b'"format_version":1,', b'"format_version":2,'), naming.kept(FINAL, attempt=2, sequence=4)),
+        (
+            (b'{"format_version":1,"kind":"train"', b'{"format_version":2,"sort":"train"'),
+            naming.kept(FINAL, attempt=0, sequence=0),
+        ),
+    ],
+    ids=["placed", "of another shape"],
+)
+def test_a_file_of_a_newer_format_is_set_aside(change: tuple[bytes, bytes], kept: str) -> None:
+    former = bytes(snapshot(attempt=2, sequence=4).view)
+    former = former.replace(change[0], change[1].ljust(len(change[0]))[: len(change[0])])
+    directory = FakeDirectory()
+    directory.put(FINAL, former)
+    made = snapshot(attempt=2, sequence=5)
+    put(made, directory)
+    assert directory.disk() == {FINAL: bytes(made.view), kept: former}
+
+
 @pytest.mark.parametrize(("attempt", "sequence"), [(2, 1), (1, 6), (3, 9)])
 def test_late_writer_gives_way(attempt: int, sequence: int) -> None:
     directory = FakeDirectory()

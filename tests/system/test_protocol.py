@@ -240,6 +240,13 @@ def test_another_protocol_version_is_refused_naming_both(service: Service) -> No
     assert "9.9.9 speaks 2" in reason
 
 
+def test_the_hello_of_another_protocol_is_understood_although_it_says_more(service: Service) -> None:
+    body = b'{"type":"hello","protocol":2,"version":"9.9.9","role":"observer","later":{"more":1}}'
+    with service.client() as client:
+        client.send(struct.pack(">II", len(body), 0) + body)
+        assert "9.9.9 speaks 2" in client.refusal()
+
+
 @pytest.mark.parametrize("change", [{"root": "/somewhere/else"}, {"postfix": "other"}])
 def test_another_run_directory_is_refused_naming_both(service: Service, change: dict[str, str]) -> None:
     with service.client() as client:

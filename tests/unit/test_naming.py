@@ -308,3 +308,9 @@ def test_a_socket_has_a_short_name_of_its_own_for_each_run_directory_and_host() 
     }
     assert len(names) == 8
     assert all(len(name) == 21 and name.endswith(".sock") for name in names)
+
+
+@pytest.mark.parametrize("host", ["node", "gpu-node-03", "a.b_c-1"])
+def test_the_files_of_any_host_are_found_again(host: str) -> None:
+    assert naming.parse_status_file(naming.status_file(host)) == host
+    assert naming.parse_peers_file(naming.peers_file(host)) == host

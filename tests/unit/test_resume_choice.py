@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.checkpoints import attempt, catalog, legacy, shard, shards, topologies
 
 from ckpt_service.catalog import Catalog, Shard
-from ckpt_service.errors import LayoutMismatch
+from ckpt_service.errors import LayoutMismatch, NewerFormat
 from ckpt_service.records import Attempt
 from trainer_hooks.choice import Choice, candidates, own_shard
 from trainer_hooks.topology import Topology
@@ -96,6 +98,64 @@ def test_all_damaged_is_not_the_same_as_nothing(files: list[Shard]) -> None:
 
 def test_after_the_service_directory_was_deleted_the_manifests_say_what_is_newest() -> None:
     assert tried(catalog([shard(1, 1, 900), shard(2, 1, 100), shard(2, 2, 200)])) == [200, 100, 900]
+
+
+# --- files of a newer format ------------------------------------------------------------------------------------------
+
+
+def newer_format(file: Shard) -> Shard:
+    return replace(file, problem="its format version is 2; upgrade ckpt-service to read it", newer_format=True)
+
+
+def refusal(found: Catalog, tp: int = 1) -> str:
+    """Return why a resume that names no step is refused, which must be the same on every rank."""
+    reasons = set()
+    for place in topologies(1, tp):
+        with pytest.raises(NewerFormat) as caught:
+            candidates(found, place, None, None)
+        reasons.add(str(caught.value))
+    assert len(reasons) == 1
+    return reasons.pop()
+
+
+def test_a_newer_release_s_newest_checkpoint_stops_the_resume() -> None:
+    files, record = line(100, 200)
+    reason = refusal(catalog([*files, newer_format(shard(1, 3, 50))], record))
+    assert "step 50 epoch 0 was saved by a newer release" in reason
+    assert "upgrade ckpt-service" in reason
+    assert "resume(step=...)" in reason
+    of_one_rank = [*shards(1, 1, 100, tp=2), shard(1, 2, 200, tp=2), newer_format(shard(1, 2, 200, tp=2, tp_rank=1))]
+    assert "step 200" in refusal(catalog(of_one_rank, attempt(1)), tp=2)
+
+
+def test_it_stops_the_resume_where_there_is_nothing_else() -> None:
+    assert "step 100" in refusal(catalog([newer_format(shard(1, 1, 100))], attempt(1)))
+    assert "step 100" in refusal(catalog([newer_format(shard(1, 1, 100)), legacy("ckpt_step_900_epoch_9.pt")]))
+
+
+def test_one_without_a_place_among_the_others_is_judged_by_its_name() -> None:
+    files, record = line(100, 200)
+    assert "step 300" in refusal(catalog([*files, newer_format(legacy("ckpt_step_300_epoch_0.pt"))], record))
+    older = catalog([*files, newer_format(legacy("ckpt_step_150_epoch_0.pt"))], record)
+    assert [checkpoint.id.step for checkpoint in chosen(older).candidates] == [200, 100]
+
+
+def test_an_older_or_abandoned_one_of_a_newer_format_does_not() -> None:
+    files = [newer_format(shard(1, 1, 100)), shard(1, 2, 200), newer_format(shard(1, 3, 300)), shard(2, 1, 210)]
+    rolled_back = (attempt(1), attempt(2, (1, 2), explicit=True))
+    assert tried(catalog(files[:2], attempt(1))) == [200]
+    assert tried(catalog(files[:3], *rolled_back)) == [200]
+    assert tried(catalog(files, *rolled_back)) == [210, 200]
+
+
+def test_an_older_one_that_is_named_is_taken() -> None:
+    files, record = line(100, 200)
+    found = catalog([*files, newer_format(shard(1, 3, 300))], record)
+    assert [checkpoint.id.step for checkpoint in chosen(found, step=200).candidates] == [200]
+    with pytest.raises(
+        ValueError, match=r"step=300: no such complete checkpoint; it is damaged: .*format version is 2"
+    ):
+        candidates(found, ALONE, 300, None)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

@@ -240,6 +240,22 @@ def test_a_damaged_file_goes_once_something_newer_is_complete() -> None:
     assert kept(planned(catalog(files[:2], attempt(1)))) == [1, 2]
 
 
+def newer_format(file: Shard) -> Shard:
+    return replace(file, problem="its format version is 2", newer_format=True)
+
+
+def test_a_file_of_a_newer_format_never_goes() -> None:
+    """Whatever its set looks like from here: damaged, dead, abandoned, or in no set at all."""
+    damaged = [newer_format(shard(1, 1, 1)), *saved(2, 3, 4, 5)[1:]]
+    assert kept(planned(catalog(damaged, attempt(1)))) == [1, 4, 5]
+    dead = [newer_format(shard(1, 1, 1, tp=2)), *shards(1, 2, 2, tp=2), *shards(1, 3, 3, tp=2), *shards(1, 4, 4, tp=2)]
+    assert kept(planned(catalog(dead, attempt(1)))) == [1, 3, 4]
+    abandoned = [shard(1, 1, 1), newer_format(shard(1, 2, 2)), shard(2, 1, 7), shard(2, 2, 8), shard(2, 3, 9)]
+    assert kept(planned(catalog(abandoned, attempt(1), attempt(2, (1, 1), explicit=True)))) == [2, 8, 9]
+    unplaced = [replace(legacy("ckpt_step_1_epoch_0.pt"), problem="newer", newer_format=True), *saved(2, 3, 4)]
+    assert kept(planned(catalog(unplaced, attempt(1)), RetentionPolicy(1))) == [1, 4]
+
+
 def test_what_the_running_attempt_started_from_stays_until_it_has_its_own() -> None:
     """The newer one could not be read: it must not push out, under a smaller keep_last, the one that could."""
     files = [*shards(1, 1, 300, tp=2), *shards(1, 2, 400, tp=2), shard(2, 1, 310, tp=2)]
