@@ -30,12 +30,12 @@ def room(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> Room | None:
 
 
 def shortage(needed_bytes: int, available: Room | None) -> str | None:
-    """Return None if ``needed_bytes`` (slots times the size of an image) fit, else what lacks and the way out."""
+    """Return None if ``needed_bytes`` of slots fit (each as large as a snapshot), else what lacks and the way out."""
     if available is None or needed_bytes <= available.bytes:
         return None
     return (
-        f"the slots need {gigabytes(needed_bytes)} of memory, and {gigabytes(available.bytes)} can be had "
-        f"({available.bound}): use fewer slots, save a smaller state, or give it more memory"
+        f"{gigabytes(needed_bytes)} are needed, and {gigabytes(available.bytes)} can be had ({available.bound}): "
+        "use fewer slots, save a smaller state, or give it more memory"
     )
 
 

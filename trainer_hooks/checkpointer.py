@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal
 
-from ckpt_service import naming, ownership, scan
+from ckpt_service import memory, naming, ownership, scan
 from ckpt_service.catalog import CheckpointId
 from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable
 from ckpt_service.records import OnFull, Retention
@@ -122,6 +122,10 @@ class Checkpointer:
         for name, thing in stateful.items():
             if thing is not None:
                 self._tracked.add(name, thing)
+        slots = self._run.slots
+        lack = memory.shortage(slots * self._tracked.known_bytes(), memory.room())
+        if lack is not None and self._run.topology.is_writer:
+            warnings.warn(f"slots={slots}: not all slots will fit into memory: {lack}", stacklevel=2)
 
     def save(self, step: int, epoch: int = 0, state: Any = None, *, final: bool = False) -> SaveTicket:
         """Snapshot the state and return; the write goes on in the background.

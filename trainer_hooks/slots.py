@@ -16,7 +16,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckpt_service import memory
 from ckpt_service.errors import SaveFailed, from_os_error
+from ckpt_service.memory import Room
 
 _ROUND_BYTES = 2 << 20
 
@@ -52,10 +54,15 @@ class Slot:
 
 
 class SlotPool:
-    """At most ``count`` slots, each as large as the largest state that it held."""
+    """At most ``count`` slots, each as large as the largest state that it held.
 
-    def __init__(self, count: int) -> None:
+    ``room`` says how much memory can be had; it is asked before more is taken, since what is promised and then not
+    there ends in the out-of-memory killer, not in an error.
+    """
+
+    def __init__(self, count: int, room: Callable[[], Room | None] = memory.room) -> None:
         self.count = count
+        self._room = room
         self._free: list[Slot] = []
         self._busy: list[Slot] = []
         self._changed = threading.Condition()
@@ -107,6 +114,8 @@ class SlotPool:
             return fitting
         if self._free and len(self._free) + len(self._busy) >= self.count:
             self._free.pop().close()  # all are too small: the state has grown
+        if lack := memory.shortage(nbytes, self._room()):
+            raise SaveFailed(f"no memory for a snapshot: {lack}", op="save", code="ENOMEM")
         try:
             return Slot.create(nbytes)
         except OSError as error:

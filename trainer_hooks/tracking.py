@@ -57,6 +57,10 @@ class Tracked:
             raise ValueError(f"track({name}=...): {type(thing).__name__} lacks state_dict() or load_state_dict()")
         self._objects[name] = thing
 
+    def known_bytes(self) -> int:
+        """Return the size of what modules and optimizers hold by now, in bytes; their states will not be smaller."""
+        return sum(_held_bytes(thing) for thing in self._objects.values())
+
     def collect(self) -> dict[str, Any]:
         """Return the states by their keys in the file, and the state of the random number generators.
 
@@ -143,6 +147,16 @@ def _may_refuse(thing: Stateful) -> bool:
     """Whether loading may fail although nothing that does not fit was found: the object has its own way to load."""
     known = (torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict)
     return getattr(type(thing), "load_state_dict", None) not in known
+
+
+def _held_bytes(thing: Stateful) -> int:
+    tensors: dict[int, torch.Tensor] = {}
+    if isinstance(thing, torch.nn.Module):
+        tensors = {id(tensor): tensor for tensor in (*thing.parameters(), *thing.buffers())}
+    elif isinstance(thing, torch.optim.Optimizer):
+        held = (value for state in thing.state.values() if isinstance(state, Mapping) for value in state.values())
+        tensors = {id(value): value for value in held if isinstance(value, torch.Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def rng_state() -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_what_fits_is_no_shortage() -> None:
 def test_a_shortage_names_both_numbers_the_bound_and_the_ways_out() -> None:
     said = memory.shortage(4_000_000_000, Room(2_500_000_000, "the limit of control group /job is 3.0 GB"))
     assert said == (
-        "the slots need 4.0 GB of memory, and 2.5 GB can be had (the limit of control group /job is 3.0 GB): "
+        "4.0 GB are needed, and 2.5 GB can be had (the limit of control group /job is 3.0 GB): "
         "use fewer slots, save a smaller state, or give it more memory"
     )
 
