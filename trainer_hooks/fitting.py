@@ -70,8 +70,8 @@ def _fit_module(module: torch.nn.Module, saved: Any, shardings: Mapping[Keys, Sh
     if names:
         saved = _renamed(saved, names, mine)
         shardings = {(names.get(str(keys[0]), keys[0]), *keys[1:]): found for keys, found in shardings.items()}
-    misfits = _named(sorted(mine.keys() - saved.keys()), "was not saved")
-    misfits += _named(sorted(saved.keys() - mine.keys()), "was saved and is not there now")
+    misfits = _named(sorted(mine.keys() - saved.keys(), key=str), "was not saved")
+    misfits += _named(sorted(saved.keys() - mine.keys(), key=str), "was saved and is not there now")
     common = [name for name in mine if name in saved]
     split = {keys: None for keys in shardings if keys[0] in mine}
     split |= {(name,): None for name in common if is_dtensor(mine[name])}
@@ -165,7 +165,7 @@ def _fit_optimizer(optimizer: torch.optim.Optimizer, saved: Any, shardings: Mapp
 
 def _values(state: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> Iterator[tuple[Keys, Any, Any]]:
     """Yield every value that was saved for a parameter: its keys below the whole state, it, and the live parameter."""
-    for index, values in state.items():
+    for index, values in state.items() if isinstance(state, Mapping) else ():
         if index in parameters and isinstance(values, Mapping):
             yield from ((("state", index, name), value, parameters[index]) for name, value in values.items())
 

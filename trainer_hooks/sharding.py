@@ -83,7 +83,7 @@ def describe(tensor: Any, place: Topology) -> Sharding:
                 raise ValueError(
                     f"it is split over data-parallel ranks ({where}), and only the first of them writes; {_FULL_STATE}"
                 )
-            if not placement.is_shard():
+            if not placement.is_shard() or hasattr(placement, "split_factor"):  # strided: parts in another order
                 raise ValueError(f"this way of splitting is not supported ({where}); {_FULL_STATE}")
         placements.append(None if placement.is_replicate() else int(placement.dim))
     record = MeshRecord(dim_names=list(names) if names else None, shape=list(mesh.shape), coordinate=list(coordinate))

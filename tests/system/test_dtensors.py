@@ -358,6 +358,73 @@ with Checkpointer(root, topology=place, async_ckpt=False) as checkpointer:
     ranks.end()
 
 
+def test_what_a_replica_has_of_its_own_may_be_split_too(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+mesh = init_device_mesh("cpu", (place.dp, place.tp), mesh_dim_names=("dp", "tp"))
+class Holder:
+    def __init__(self, value):
+        local = torch.full((2, 3), float(value))
+        self.tensor = DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
+    def state_dict(self):
+        return {"tensor": self.tensor}
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"]
+with Checkpointer(root, topology=place) as checkpointer:
+    checkpointer.track(holder=Holder(rank + 1))
+    checkpointer.save(1).wait_committed(60)
+    checkpointer.track(holder=(holder := Holder(0)))
+    dist.barrier()
+    checkpointer.resume()
+    say("has", tuple(holder.tensor.shape), holder.tensor.placements, *holder.tensor.to_local().unique().tolist())
+""",
+        tp=2,
+        dp=2,
+    )
+    split = "(4, 3) (Replicate(), Shard(dim=0))"
+    assert ranks.say("has") == [f"{split} {value}" for value in (1.0, 2.0, 3.0, 4.0)]
+    ranks.end()
+
+
+def test_fully_shard_over_one_replica_splits_nothing(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+warnings.simplefilter("ignore")
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+def training(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+def values(model):
+    return [parameter.detach().to_local().tolist() for parameter in model.parameters()]
+with Checkpointer(root, topology=place) as checkpointer:
+    model, optimizer = training(1)
+    train(model, optimizer, 2)
+    checkpointer.track(model=model, optimizer=optimizer)
+    checkpointer.save(1).wait_committed(60)
+    train(model, optimizer, 2)
+    expected = values(model)
+    model, optimizer = training(2)
+    checkpointer.track(model=model, optimizer=optimizer)
+    checkpointer.resume()
+    train(model, optimizer, 2)
+    say("same", values(model) == expected)
+"""
+    )
+    assert ranks.say("same") == ["True"]
+    ranks.end()
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 REFUSING = """
@@ -416,11 +483,7 @@ mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 plain = torch.nn.Linear(2, 2)
 sharded = torch.nn.Linear(4, 4)
 fully_shard(sharded, mesh=mesh)
-if rank == 0:
-    refuse("fsdp2", {"model": sharded.state_dict()})
-else:
-    checkpointer.save(2, state={})
-    say("fsdp2", "replica")
+refuse("fsdp2", model=sharded)
 refuse("fsdp1", model=FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu")))
 refuse("zero", model=plain, optimizer=ZeroRedundancyOptimizer(plain.parameters(), torch.optim.AdamW, lr=0.1))
 flat = next(FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu")).parameters())
@@ -440,7 +503,7 @@ checkpointer.close()
     whole = "gather it on all ranks and give save() a whole state: "
     full = f"{whole}get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
     over = "it is split over data-parallel ranks (mesh dimension 'dp', S(0)), and only the first of them writes"
-    assert ranks.say("fsdp2") == [f"state['model']['weight']: {over}; {full}", "replica"]
+    assert ranks.say("fsdp2") == [f"state['stage_state_dict']['weight']: {over}; {full}"] * 2
     said = f"stage_state_dict: FullyShardedDataParallel splits its state over ranks; {full}"
     assert ranks.say("fsdp1") == [said, said]
     said = f"optimizer_state_dict: ZeroRedundancyOptimizer splits its state over ranks; {whole}"
