@@ -135,32 +135,29 @@ def _fit_optimizer(optimizer: torch.optim.Optimizer, saved: Any, shardings: Mapp
     was = [len(group["params"]) for group in saved["param_groups"]]
     if now != was:
         return Fit(saved, [f"parameter groups of {was} parameters were saved, and there are {now}"])
-    parameters = dict(
-        zip(
-            (index for group in saved["param_groups"] for index in group["params"]),
-            (parameter for group in optimizer.param_groups for parameter in group["params"]),
-            strict=True,
-        )
-    )
+    parameters = _by_index(optimizer, saved)
     live = {index: optimizer.state.get(parameter, {}) for index, parameter in parameters.items()}
+    values = list(_values(saved["state"], parameters))
+    split = dict.fromkeys(shardings)
+    split |= {keys: None for keys, value, mine in values if _becomes_dtensor(value, mine, _at(live, keys[1:]))}
 
     def join(keys: Keys, part: Any) -> Any:
         there = _at({"state": live}, keys)
-        found = shardings.get(keys)
         if there is not None:
-            return rejoined(part, found, there)
-        return rejoined_beside(part, found, parameters.get(keys[1]) if len(keys) > 1 else None)
+            return rejoined(part, shardings.get(keys), there)
+        return rejoined_beside(part, shardings.get(keys), parameters.get(keys[1]) if keys[1:] else None)
 
-    split = dict.fromkeys(shardings)
-    values = list(_values(saved["state"], parameters))
-    split |= {
-        keys: None for keys, value, parameter in values if _becomes_dtensor(value, parameter, _at(live, keys[1:]))
-    }
     fitted = _rejoin(saved, split, join)
     if type(optimizer).__module__.startswith("torch.optim"):
         like = [(keys, *pair) for keys, *pair in values if keys not in split and keys[2] in _LIKE_THEIR_PARAMETER]
         fitted.misfits += _named(*_other_shapes((".".join(map(str, keys)), *pair) for keys, *pair in like))
     return fitted
+
+
+def _by_index(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the live parameters by the numbers that the saved state calls them; the groups are as long."""
+    numbers = (index for group in saved["param_groups"] for index in group["params"])
+    return dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
 
 
 def _values(state: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> Iterator[tuple[Keys, Any, Any]]:

@@ -358,6 +358,30 @@ with Checkpointer(root, topology=place, async_ckpt=False) as checkpointer:
     ranks.end()
 
 
+def test_whole_values_of_an_optimizer_may_have_shapes_of_their_own(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        PIECES
+        + """
+class Keeping(torch.optim.SGD):
+    \"""Keeps for its parameter whatever it is given.\"""
+def optimizer_of(**kept):
+    parameter = torch.nn.Parameter(split(whole(4, 4), Shard(0)))
+    optimizer = Keeping([parameter], lr=0.1)
+    optimizer.state[parameter].update(kept)
+    return optimizer
+kept = dict(row=split(whole(3), Replicate()), like=split(whole(4, 4), Shard(0)))
+with Checkpointer(root, topology=place, async_ckpt=False) as checkpointer:
+    checkpointer.track(optimizer=optimizer_of(**kept))
+    checkpointer.save(1)
+    checkpointer.track(optimizer=(fresh := optimizer_of()))
+    checkpointer.resume()
+    say("same", *(same(value, kept[name]) for name, value in next(iter(fresh.state.values())).items()))
+"""
+    )
+    assert ranks.say("same") == ["True True"]
+    ranks.end()
+
+
 def test_what_a_replica_has_of_its_own_may_be_split_too(run: RunDirectory) -> None:
     ranks = run.ranks(
         """
@@ -449,6 +473,14 @@ def test_terms_of_a_sum_and_hidden_tensors_are_refused_by_their_keys(run: RunDir
         + """
 refuse("partial", {"a": [{"w": DTensor.from_local(torch.ones(2), mesh, [Partial()])}]})
 refuse("odd", {"a": {(1, 2): split(whole(4), Shard(0))}})
+class Maker:
+    def __getstate__(self):
+        return {"w": split(whole(4), Shard(0))}
+with Checkpointer(Path(root, "other"), topology=place, async_ckpt=False, trust=[Maker]) as other:
+    try:
+        other.save(1, state={"a": Maker()})
+    except StateRefused as error:
+        say("made", error)
 refuse("set", {"a": {True: split(whole(4), Shard(0))}})
 say("path", checkpointer.save(3, state={"a": split(whole(4), Shard(0))}).wait_committed(60))
 say("step", checkpointer.resume(1).step)
@@ -460,6 +492,7 @@ checkpointer.close()
         assert said.startswith("state['a'][0]['w']: its ranks hold terms of a sum (mesh dimension 'tp', P")
     for said in ranks.say("odd"):
         assert said.startswith("state['a'][(1, 2)]: a DTensor must lie below keys that are strings or whole numbers")
+    assert all("a DTensor must lie below keys" in said for said in ranks.say("made"))
     assert all(said.startswith("state['a'][True]: ") for said in ranks.say("set"))
     assert [Path(said).name for said in ranks.say("path")] == [f"ckpt_step_3_epoch_0_tp{tp}.pt" for tp in (0, 1)]
     assert ranks.say("step") == ["1", "1"]
