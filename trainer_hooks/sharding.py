@@ -161,7 +161,7 @@ def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
 def _crosses_replicas(mesh: Any, coordinate: Sequence[int], index: int, place: Topology) -> bool:
     """Whether the ranks along one dimension of a mesh, through this one, are of different data-parallel replicas."""
     line = mesh.mesh.movedim(index, -1)[tuple(at for other, at in enumerate(coordinate) if other != index)]
-    return len({place.replica_of(int(rank)) for rank in line}) > 1
+    return len({place.replica_of(rank) for rank in line.tolist()}) > 1
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------
