@@ -358,6 +358,36 @@ with Checkpointer(root, topology=place, async_ckpt=False) as checkpointer:
     ranks.end()
 
 
+def test_tied_split_parameters_are_stored_once_and_stay_tied(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        PIECES
+        + """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+def tied(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
+    parallelize_module(model, mesh, {"emb": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()})
+    model["head"].weight = model["emb"].weight
+    return model
+with Checkpointer(root, topology=place) as checkpointer:
+    checkpointer.track(model=(model := tied(1)))
+    say("path", checkpointer.save(1).wait_committed(60))
+    checkpointer.track(model=(other := tied(2)))
+    checkpointer.resume()
+    weight = other["head"].weight
+    say("tied", weight is other["emb"].weight, same(weight.detach(), model["emb"].weight.detach()))
+""",
+        tp=2,
+    )
+    path = Path(ranks.say("path")[0])
+    assert ranks.say("tied") == ["True True"] * 2
+    ranks.end()
+    found = torch.load(path, weights_only=True)["stage_state_dict"]
+    assert found["emb.weight"].shape == (4, 4)
+    assert found["emb.weight"].data_ptr() == found["head.weight"].data_ptr()
+    assert set(sharding_in(path)) == {("stage_state_dict", name) for name in ("emb.weight", "head.weight")}
+
+
 def test_whole_values_of_an_optimizer_may_have_shapes_of_their_own(run: RunDirectory) -> None:
     ranks = run.ranks(
         PIECES
