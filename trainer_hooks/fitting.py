@@ -70,8 +70,8 @@ def _fit_module(module: torch.nn.Module, saved: Any, shardings: Mapping[Keys, Sh
     if names:
         saved = _renamed(saved, names, mine)
         shardings = {(names.get(str(keys[0]), keys[0]), *keys[1:]): found for keys, found in shardings.items()}
-    misfits = _named(sorted(mine.keys() - saved.keys()), "was not saved")
-    misfits += _named(sorted(saved.keys() - mine.keys()), "was saved and is not there now")
+    misfits = _named(sorted(mine.keys() - saved.keys(), key=str), "was not saved")
+    misfits += _named(sorted(saved.keys() - mine.keys(), key=str), "was saved and is not there now")
     common = [name for name in mine if name in saved]
     split = {keys: None for keys in shardings if keys[0] in mine}
     split |= {(name,): None for name in common if is_dtensor(mine[name])}
@@ -135,27 +135,18 @@ def _fit_optimizer(optimizer: torch.optim.Optimizer, saved: Any, shardings: Mapp
     was = [len(group["params"]) for group in saved["param_groups"]]
     if now != was:
         return Fit(saved, [f"parameter groups of {was} parameters were saved, and there are {now}"])
-    parameters = dict(
-        zip(
-            (index for group in saved["param_groups"] for index in group["params"]),
-            (parameter for group in optimizer.param_groups for parameter in group["params"]),
-            strict=True,
-        )
-    )
+    parameters = _by_index(optimizer, saved)
     live = {index: optimizer.state.get(parameter, {}) for index, parameter in parameters.items()}
+    values = list(_values(saved["state"], parameters))
+    split = dict.fromkeys(shardings)
+    split |= {keys: None for keys, value, mine in values if _becomes_dtensor(value, mine, _at(live, keys[1:]))}
 
     def join(keys: Keys, part: Any) -> Any:
         there = _at({"state": live}, keys)
-        found = shardings.get(keys)
         if there is not None:
-            return rejoined(part, found, there)
-        return rejoined_beside(part, found, parameters.get(keys[1]) if len(keys) > 1 else None)
+            return rejoined(part, shardings.get(keys), there)
+        return rejoined_beside(part, shardings.get(keys), parameters.get(keys[1]) if keys[1:] else None)
 
-    split = dict.fromkeys(shardings)
-    values = list(_values(saved["state"], parameters))
-    split |= {
-        keys: None for keys, value, parameter in values if _becomes_dtensor(value, parameter, _at(live, keys[1:]))
-    }
     fitted = _rejoin(saved, split, join)
     if type(optimizer).__module__.startswith("torch.optim"):
         like = [(keys, *pair) for keys, *pair in values if keys not in split and keys[2] in _LIKE_THEIR_PARAMETER]
@@ -163,9 +154,15 @@ def _fit_optimizer(optimizer: torch.optim.Optimizer, saved: Any, shardings: Mapp
     return fitted
 
 
+def _by_index(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the live parameters by the numbers that the saved state calls them; the groups are as long."""
+    numbers = (index for group in saved["param_groups"] for index in group["params"])
+    return dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+
+
 def _values(state: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> Iterator[tuple[Keys, Any, Any]]:
     """Yield every value that was saved for a parameter: its keys below the whole state, it, and the live parameter."""
-    for index, values in state.items():
+    for index, values in state.items() if isinstance(state, Mapping) else ():
         if index in parameters and isinstance(values, Mapping):
             yield from ((("state", index, name), value, parameters[index]) for name, value in values.items())
 

@@ -248,10 +248,10 @@ def _sharding_of(state: Any, table: _Table) -> bytes:
     if not table.split:
         return b""
     found = list(sharding.keys_to(state, table.split))
-    if {id(value) for _, value in found} != table.split.keys():
-        hidden = "a DTensor must lie below keys that are strings or whole numbers, or in lists and tuples"
-        lost = next(path for path, value in _walk(state) if id(value) in table.split.keys() - {id(v) for _, v in found})
-        raise _refused(lost, hidden)
+    lost = table.split.keys() - {id(value) for _, value in found}
+    if lost:
+        path = next((path for path, value in _walk(state) if id(value) in lost), "state")
+        raise _refused(path, "a DTensor must lie below keys that are strings or whole numbers, or in lists and tuples")
     return sharding.record([(keys, table.split[id(value)]) for keys, value in found]).model_dump_json().encode()
 
 

@@ -39,7 +39,8 @@ class ResumePoint:
         step, epoch, attempt, sequence: the checkpoint; attempt and sequence are 0 for a legacy file.
         path: this rank's file.
         source: where the bytes came from.
-        state: the whole state of this rank. Its tensors may be the very ones that tracked optimizers hold from now on.
+        state: the whole state of this rank, of DTensors the plain local parts. Its tensors may be the very ones that
+            tracked optimizers hold from now on.
         skipped: newer checkpoints that were passed over, each with the reason.
     """
 

@@ -144,7 +144,8 @@ class Saves:
         exchange = self._run.exchange
         if not tracked or exchange is None:
             return
-        content = replicas.packed(self._tracked.collect_own(), manifest, self._allowed, self._run.topology)
+        place = self._run.topology
+        content = replicas.packed(self._tracked.collect_own(place), manifest, self._allowed, place)
         try:
             exchange.take(replicas.key(manifest, manifest.dp_rank, saves_ago=self._run.slots + 2))  # nobody wanted it
             exchange.put(replicas.key(manifest, manifest.dp_rank), content)

@@ -23,10 +23,14 @@ Keys = tuple[str | int, ...]
 _WHOLE_COPY = "gather it on all ranks and give save() a whole state"
 _FULL_STATE = f"{_WHOLE_COPY}: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
 
-_SPLIT_OBJECTS = {
-    "FullyShardedDataParallel": _FULL_STATE,
-    "ZeroRedundancyOptimizer": f"{_WHOLE_COPY}: consolidate_state_dict(to=rank) and state_dict() on each writing rank",
-}
+_SPLIT_OBJECTS = (
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", _FULL_STATE),
+    (
+        "torch.distributed.optim",
+        "ZeroRedundancyOptimizer",
+        f"{_WHOLE_COPY}: consolidate_state_dict(to=rank) and state_dict() on each writing rank",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def describe(tensor: Any, place: Topology) -> Sharding:
                 raise ValueError(
                     f"it is split over data-parallel ranks ({where}), and only the first of them writes; {_FULL_STATE}"
                 )
-            if not placement.is_shard():
+            if not placement.is_shard() or hasattr(placement, "split_factor"):  # strided: parts in another order
                 raise ValueError(f"this way of splitting is not supported ({where}); {_FULL_STATE}")
         placements.append(None if placement.is_replicate() else int(placement.dim))
     record = MeshRecord(dim_names=list(names) if names else None, shape=list(mesh.shape), coordinate=list(coordinate))
@@ -139,11 +143,12 @@ def refuse_object(thing: Any) -> str | None:
 
     Asked before its ``state_dict()`` is called, which may wait for ranks that do not call it.
     """
-    things = thing.modules() if isinstance(thing, torch.nn.Module) else [thing]
-    names = {cls.__name__ for inner in things for cls in type(inner).__mro__ if cls.__module__.startswith("torch.")}
-    return next(
-        (f"{name} splits its state over ranks; {way}" for name, way in _SPLIT_OBJECTS.items() if name in names), None
-    )
+    for module, name, way_out in _SPLIT_OBJECTS:
+        cls = getattr(sys.modules.get(module), name, None)
+        inner = thing.modules() if cls and isinstance(thing, torch.nn.Module) else [thing]
+        if cls and any(isinstance(part, cls) for part in inner):
+            return f"{name} splits its state over ranks; {way_out}"
+    return None
 
 
 def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
@@ -156,7 +161,7 @@ def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
 def _crosses_replicas(mesh: Any, coordinate: Sequence[int], index: int, place: Topology) -> bool:
     """Whether the ranks along one dimension of a mesh, through this one, are of different data-parallel replicas."""
     line = mesh.mesh.movedim(index, -1)[tuple(at for other, at in enumerate(coordinate) if other != index)]
-    return len({place.replica_of(int(rank)) for rank in line}) > 1
+    return len({place.replica_of(rank) for rank in line.tolist()}) > 1
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------
@@ -194,7 +199,9 @@ def rejoined(saved: Any, sharding: Sharding | None, live: Any) -> Any:
     was = sharding or Sharding(mine.mesh, (None,) * len(mine.placements), tuple(saved.shape))
     if (was.cuts, was.shape) != (mine.cuts, mine.shape):
         raise ValueError(f"was saved as {was}, and is {mine} now")
-    return _joined(saved, live, live.placements)
+    if live.to_local().shape != saved.shape:
+        raise ValueError(f"was saved with local shape {tuple(saved.shape)} and has {tuple(live.to_local().shape)} now")
+    return _on_mesh(saved, live, live.placements, live)
 
 
 def rejoined_beside(saved: Any, sharding: Sharding | None, parameter: Any) -> Any:
@@ -206,19 +213,18 @@ def rejoined_beside(saved: Any, sharding: Sharding | None, parameter: Any) -> An
     Raises:
         ValueError: it is split in another way than the parameter.
     """
-    whole = sharding is not None and not sharding.cuts
-    if whole and is_dtensor(parameter) and describe(parameter, Topology()).cuts:
-        replicate = sys.modules["torch.distributed.tensor"].Replicate()
-        return _joined(saved, parameter, [replicate] * len(parameter.placements), own_shape=True)
+    if sharding is not None and not sharding.cuts and is_dtensor(parameter):
+        mine = describe(parameter, Topology())
+        if mine.cuts or mine.shape != sharding.shape:
+            replicate = sys.modules["torch.distributed.tensor"].Replicate()
+            return _on_mesh(saved, parameter, [replicate] * len(parameter.placements), saved)
     return rejoined(saved, sharding, parameter)
 
 
-def _joined(saved: torch.Tensor, live: Any, placements: Sequence[Any], *, own_shape: bool = False) -> Any:
-    shape, stride = (saved.shape, saved.stride()) if own_shape else (live.shape, live.stride())
-    local = live.to_local()
-    if not own_shape and local.shape != saved.shape:
-        raise ValueError(f"was saved with local shape {tuple(saved.shape)} and has {tuple(local.shape)} now")
+def _on_mesh(saved: torch.Tensor, live: Any, placements: Sequence[Any], like: Any) -> Any:
+    """Return a local part as a DTensor on the mesh of ``live``, with the whole shape and strides of ``like``."""
     with torch.no_grad():
+        local = saved.detach().to(live.to_local().device)
         return type(live).from_local(
-            saved.detach().to(local.device), live.device_mesh, placements, run_check=False, shape=shape, stride=stride
+            local, live.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
         )

@@ -15,7 +15,8 @@ import torch
 
 from ckpt_service.errors import StateMismatch, StateRefused
 from trainer_hooks.fitting import fit, is_checked
-from trainer_hooks.sharding import Keys, Sharding, below, refuse_object
+from trainer_hooks.sharding import Keys, Sharding, below, describe, is_dtensor, refuse_object
+from trainer_hooks.topology import Topology
 
 RNG = "rng_state"
 _KEYS = {"model": "stage_state_dict"}
@@ -71,12 +72,14 @@ class Tracked:
         state = {key_of(name): thing.state_dict() for name, thing in self._objects.items()}
         return {**state, RNG: rng_state()}
 
-    def collect_own(self) -> dict[str, Any]:
+    def collect_own(self, place: Topology) -> dict[str, Any]:
         """Return what differs between data-parallel replicas: generators, and all that is no module or optimizer.
 
-        Raises as :meth:`collect`, so that all ranks do.
+        Raises:
+            StateRefused: what the writer is refused for being split over ranks; then all ranks raise.
         """
         self._refuse_split()
+        self._refuse_split_parameters(place)
         state = {key_of(name): thing.state_dict() for name, thing in self._objects.items() if not is_checked(thing)}
         return {**state, RNG: rng_state()}
 
@@ -141,6 +144,17 @@ class Tracked:
             reason = refuse_object(thing)
             if reason is not None:
                 raise StateRefused(f"{key_of(name)}: {reason}", op="capture")
+
+    def _refuse_split_parameters(self, place: Topology) -> None:
+        """Look, without calling any ``state_dict()``, for what the writer will find in it."""
+        modules = {name: thing for name, thing in self._objects.items() if isinstance(thing, torch.nn.Module)}
+        for name, module in modules.items():
+            for key, parameter in module.named_parameters():
+                if is_dtensor(parameter):
+                    try:
+                        describe(parameter, place)
+                    except ValueError as error:
+                        raise StateRefused(f"state[{key_of(name)!r}][{key!r}]: {error}", op="capture") from None
 
 
 def _may_refuse(thing: Stateful) -> bool:

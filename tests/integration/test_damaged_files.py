@@ -19,12 +19,6 @@ from ckpt_service.errors import DamagedCheckpoint
 from trainer_hooks.load import load_legacy, load_shard
 from trainer_hooks.values import Allowed
 
-pytestmark = [  # what torch says of its own code, whoever calls it
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning"),
-]
-
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:

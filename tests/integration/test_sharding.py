@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from support.states import manifest_in, save_plan
 
+from ckpt_service import image
+from ckpt_service.errors import DamagedCheckpoint
 from ckpt_service.records import MeshRecord, ShardingRecord, TensorSharding
+from trainer_hooks.layout import plan
+from trainer_hooks.load import load_rank
 from trainer_hooks.sharding import (
     Sharding,
     below,
@@ -21,6 +28,7 @@ from trainer_hooks.sharding import (
     rejoined_beside,
     shardings_in,
 )
+from trainer_hooks.values import Allowed
 
 MESH = MeshRecord(dim_names=["dp", "tp"], shape=[2, 4], coordinate=[1, 2])
 
@@ -106,3 +114,32 @@ def test_a_class_of_the_users_own_with_the_name_of_a_split_one_is_not_refused() 
         pass
 
     assert refuse_object(ZeroRedundancyOptimizer([torch.ones(1, requires_grad=True)], lr=0.1)) is None
+
+
+# --- in a file --------------------------------------------------------------------------------------------------------
+
+
+def saved_with(content: bytes, directory: Path) -> Path:
+    return save_plan(replace(plan({"w": torch.ones(2, 6)}, Allowed()), sharding=content), directory)
+
+
+def test_the_record_of_a_file_is_read_with_it(tmp_path: Path) -> None:
+    path = saved_with(record([(("w",), sharding(None, 0))]).model_dump_json().encode(), tmp_path)
+    found = load_rank(str(path), manifest_in(path), Allowed(), dp_rank=0)
+    assert found.shardings == {("w",): sharding(None, 0)}
+    assert torch.load(path, weights_only=True)["w"].shape == (2, 6)
+
+
+def test_a_record_that_is_damaged_or_makes_no_sense_is_damage(tmp_path: Path) -> None:
+    for number, content in enumerate((b"{}", b"no JSON", b'{"meshes": [], "tensors": [{"path": ["w"], "mesh": 0}]}')):
+        path = saved_with(content, tmp_path / str(number))
+        with pytest.raises(DamagedCheckpoint, match=str(path)):
+            load_rank(str(path), manifest_in(path), Allowed(), dp_rank=0)
+    path = saved_with(record([(("w",), sharding(None, 0))]).model_dump_json().encode(), tmp_path / "flipped")
+    content = bytearray(path.read_bytes())
+    found = image.parse(memoryview(bytes(content))).find(image.SHARDING)
+    assert found is not None
+    content[found.offset + 20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=r"sharding\.json: CRC"):
+        load_rank(str(path), manifest_in(path), Allowed(), dp_rank=0)

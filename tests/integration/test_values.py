@@ -26,12 +26,6 @@ from ckpt_service.errors import StateRefused, UntrustedClass
 from trainer_hooks.layout import plan
 from trainer_hooks.values import Allowed
 
-pytestmark = [  # what torch says of its own code, whoever calls it
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning"),
-]
-
 VALUES: list[Any] = [
     None,
     True,

@@ -1,8 +1,11 @@
-"""Snapshots and shard files made without torch, small and with known content."""
+"""Snapshots, shard files and sealed memory made without torch, small and with known content."""
 
 from __future__ import annotations
 
+import fcntl
 import mmap
+import os
+import pickle
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +19,14 @@ from ckpt_service.writer import Snapshot, Watcher, WriteOptions, commit
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 BUFFERED = WriteOptions(threads=1, direct=False)
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+LOADABLE = {
+    "data/0": bytes(range(256)) * 64,
+    image.PICKLE: pickle.dumps({}, 2),
+    image.BYTEORDER: b"little",
+    image.SERIALIZATION_ID: b"0" * 40,
+}
+"""The records of a shard that can be loaded: an empty state."""
 
 
 def manifest(**changes: Any) -> ShardManifest:
@@ -66,6 +77,16 @@ def write_shard(directory: Path, records: Mapping[str, bytes] | None = None, **c
     return directory / made.final_name
 
 
+def write_stage_shard(root: Path, **changes: Any) -> Path:
+    """Commit a small shard that can be loaded to its stage directory below ``root``; return its path."""
+    return write_shard(root / f"checkpoint_{changes.get('stage', 0)}", LOADABLE, **changes)
+
+
+def image_of(stated: ShardManifest) -> bytearray:
+    """Return a loadable image that says ``stated`` of itself; its CRCs are not filled in yet."""
+    return bytearray(snapshot(LOADABLE, **stated.model_dump()).view)
+
+
 def write_attempt(root: Path, number: int, resumed_from: tuple[int, int] | None = None, **changes: Any) -> Attempt:
     """Record a start of the trainer; ``explicit`` says whether its resume was a roll-back."""
     explicit = changes.pop("explicit", False)
@@ -86,3 +107,27 @@ def write_attempt(root: Path, number: int, resumed_from: tuple[int, int] | None 
     make_directories(str(directory))
     (directory / f"{number}.json").write_text(attempt.model_dump_json())
     return attempt
+
+
+def memory(content: bytes | bytearray, *, seals: int = SEALS) -> int:
+    """Return a descriptor of memory with this content and these seals; the caller closes it."""
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    """Change one bit of a file in place."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def data_offset(path: Path, name: str = "data/0") -> int:
+    """Return where the data of a record lies in a shard file."""
+    record = image.parse(memoryview(path.read_bytes())).find(name)
+    assert record is not None
+    return record.offset

@@ -15,7 +15,7 @@ from ckpt_service.storage import LocalDirectory
 from ckpt_service.writer import Watcher, commit
 from support.shards import BUFFERED, manifest
 from trainer_hooks.capture import Blueprint, blueprint, capture
-from trainer_hooks.layout import plan
+from trainer_hooks.layout import Plan, plan
 from trainer_hooks.load import load_shard
 from trainer_hooks.slots import Slot
 from trainer_hooks.values import Allowed
@@ -27,7 +27,12 @@ def manifest_of(drawn: Blueprint) -> ShardManifest:
 
 def save(state: Any, directory: Path, trust: Iterable[type] = ()) -> Path:
     """Save a state as step 100 of a run, and return the path of the file."""
-    drawn = blueprint(plan(state, Allowed(trust)))
+    return save_plan(plan(state, Allowed(trust)), directory)
+
+
+def save_plan(planned: Plan, directory: Path) -> Path:
+    """Save a state that was planned, and return the path of the file."""
+    drawn = blueprint(planned)
     slot = Slot.create(drawn.layout.nbytes)
     made = capture(drawn, manifest_of(drawn), slot)
     try:

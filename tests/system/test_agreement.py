@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import OBEY, RunDirectory, wait_for
-from support.shards import BUFFERED, manifest
-from support.snapshots import data_offset, flip_bit
+from support.shards import BUFFERED, data_offset, flip_bit, manifest
 from support.states import manifest_in
 
 from ckpt_service.records import ShardManifest

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import RunDirectory, wait_for
-from support.snapshots import data_offset, flip_bit, manifest, write_shard
+from support.shards import data_offset, flip_bit, write_stage_shard
 
 from ckpt_service import __version__
 from trainer_hooks import Checkpointer
@@ -64,7 +64,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one root of every kind."""
     top = tmp_path_factory.mktemp("roots")
     (top / "empty").mkdir()
-    write_shard(top / "partial", manifest(tp=2, step=7))
+    write_stage_shard(top / "partial", tp=2, step=7)
     (top / "legacy" / "checkpoint_0").mkdir(parents=True)
     torch.save({"epoch": 1, "step": 5}, top / "legacy" / "checkpoint_0" / "ckpt_step_5_epoch_1.pt")
     save(top / "complete", [1, 2])

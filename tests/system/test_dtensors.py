@@ -358,6 +358,127 @@ with Checkpointer(root, topology=place, async_ckpt=False) as checkpointer:
     ranks.end()
 
 
+def test_tied_split_parameters_are_stored_once_and_stay_tied(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        PIECES
+        + """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+def tied(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
+    parallelize_module(model, mesh, {"emb": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()})
+    model["head"].weight = model["emb"].weight
+    return model
+with Checkpointer(root, topology=place) as checkpointer:
+    checkpointer.track(model=(model := tied(1)))
+    say("path", checkpointer.save(1).wait_committed(60))
+    checkpointer.track(model=(other := tied(2)))
+    checkpointer.resume()
+    weight = other["head"].weight
+    say("tied", weight is other["emb"].weight, same(weight.detach(), model["emb"].weight.detach()))
+""",
+        tp=2,
+    )
+    path = Path(ranks.say("path")[0])
+    assert ranks.say("tied") == ["True True"] * 2
+    ranks.end()
+    found = torch.load(path, weights_only=True)["stage_state_dict"]
+    assert found["emb.weight"].shape == (4, 4)
+    assert found["emb.weight"].data_ptr() == found["head.weight"].data_ptr()
+    assert set(sharding_in(path)) == {("stage_state_dict", name) for name in ("emb.weight", "head.weight")}
+
+
+def test_whole_values_of_an_optimizer_may_have_shapes_of_their_own(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        PIECES
+        + """
+class Keeping(torch.optim.SGD):
+    \"""Keeps for its parameter whatever it is given.\"""
+def optimizer_of(**kept):
+    parameter = torch.nn.Parameter(split(whole(4, 4), Shard(0)))
+    optimizer = Keeping([parameter], lr=0.1)
+    optimizer.state[parameter].update(kept)
+    return optimizer
+kept = dict(row=split(whole(3), Replicate()), like=split(whole(4, 4), Shard(0)))
+with Checkpointer(root, topology=place, async_ckpt=False) as checkpointer:
+    checkpointer.track(optimizer=optimizer_of(**kept))
+    checkpointer.save(1)
+    checkpointer.track(optimizer=(fresh := optimizer_of()))
+    checkpointer.resume()
+    say("same", *(same(value, kept[name]) for name, value in next(iter(fresh.state.values())).items()))
+"""
+    )
+    assert ranks.say("same") == ["True True"]
+    ranks.end()
+
+
+def test_what_a_replica_has_of_its_own_may_be_split_too(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+mesh = init_device_mesh("cpu", (place.dp, place.tp), mesh_dim_names=("dp", "tp"))
+class Holder:
+    def __init__(self, value):
+        local = torch.full((2, 3), float(value))
+        self.tensor = DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
+    def state_dict(self):
+        return {"tensor": self.tensor}
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"]
+with Checkpointer(root, topology=place) as checkpointer:
+    checkpointer.track(holder=Holder(rank + 1))
+    checkpointer.save(1).wait_committed(60)
+    checkpointer.track(holder=(holder := Holder(0)))
+    dist.barrier()
+    checkpointer.resume()
+    say("has", tuple(holder.tensor.shape), holder.tensor.placements, *holder.tensor.to_local().unique().tolist())
+""",
+        tp=2,
+        dp=2,
+    )
+    split = "(4, 3) (Replicate(), Shard(dim=0))"
+    assert ranks.say("has") == [f"{split} {value}" for value in (1.0, 2.0, 3.0, 4.0)]
+    ranks.end()
+
+
+def test_fully_shard_over_one_replica_splits_nothing(run: RunDirectory) -> None:
+    ranks = run.ranks(
+        """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+warnings.simplefilter("ignore")
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+def training(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+def values(model):
+    return [parameter.detach().to_local().tolist() for parameter in model.parameters()]
+with Checkpointer(root, topology=place) as checkpointer:
+    model, optimizer = training(1)
+    train(model, optimizer, 2)
+    checkpointer.track(model=model, optimizer=optimizer)
+    checkpointer.save(1).wait_committed(60)
+    train(model, optimizer, 2)
+    expected = values(model)
+    model, optimizer = training(2)
+    checkpointer.track(model=model, optimizer=optimizer)
+    checkpointer.resume()
+    train(model, optimizer, 2)
+    say("same", values(model) == expected)
+"""
+    )
+    assert ranks.say("same") == ["True"]
+    ranks.end()
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 REFUSING = """
@@ -382,6 +503,14 @@ def test_terms_of_a_sum_and_hidden_tensors_are_refused_by_their_keys(run: RunDir
         + """
 refuse("partial", {"a": [{"w": DTensor.from_local(torch.ones(2), mesh, [Partial()])}]})
 refuse("odd", {"a": {(1, 2): split(whole(4), Shard(0))}})
+class Maker:
+    def __getstate__(self):
+        return {"w": split(whole(4), Shard(0))}
+with Checkpointer(Path(root, "other"), topology=place, async_ckpt=False, trust=[Maker]) as other:
+    try:
+        other.save(1, state={"a": Maker()})
+    except StateRefused as error:
+        say("made", error)
 refuse("set", {"a": {True: split(whole(4), Shard(0))}})
 say("path", checkpointer.save(3, state={"a": split(whole(4), Shard(0))}).wait_committed(60))
 say("step", checkpointer.resume(1).step)
@@ -393,6 +522,7 @@ checkpointer.close()
         assert said.startswith("state['a'][0]['w']: its ranks hold terms of a sum (mesh dimension 'tp', P")
     for said in ranks.say("odd"):
         assert said.startswith("state['a'][(1, 2)]: a DTensor must lie below keys that are strings or whole numbers")
+    assert all("a DTensor must lie below keys" in said for said in ranks.say("made"))
     assert all(said.startswith("state['a'][True]: ") for said in ranks.say("set"))
     assert [Path(said).name for said in ranks.say("path")] == [f"ckpt_step_3_epoch_0_tp{tp}.pt" for tp in (0, 1)]
     assert ranks.say("step") == ["1", "1"]
@@ -416,11 +546,7 @@ mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 plain = torch.nn.Linear(2, 2)
 sharded = torch.nn.Linear(4, 4)
 fully_shard(sharded, mesh=mesh)
-if rank == 0:
-    refuse("fsdp2", {"model": sharded.state_dict()})
-else:
-    checkpointer.save(2, state={})
-    say("fsdp2", "replica")
+refuse("fsdp2", model=sharded)
 refuse("fsdp1", model=FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu")))
 refuse("zero", model=plain, optimizer=ZeroRedundancyOptimizer(plain.parameters(), torch.optim.AdamW, lr=0.1))
 flat = next(FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu")).parameters())
@@ -440,7 +566,7 @@ checkpointer.close()
     whole = "gather it on all ranks and give save() a whole state: "
     full = f"{whole}get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
     over = "it is split over data-parallel ranks (mesh dimension 'dp', S(0)), and only the first of them writes"
-    assert ranks.say("fsdp2") == [f"state['model']['weight']: {over}; {full}", "replica"]
+    assert ranks.say("fsdp2") == [f"state['stage_state_dict']['weight']: {over}; {full}"] * 2
     said = f"stage_state_dict: FullyShardedDataParallel splits its state over ranks; {full}"
     assert ranks.say("fsdp1") == [said, said]
     said = f"optimizer_state_dict: ZeroRedundancyOptimizer splits its state over ranks; {whole}"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import RunDirectory, wait_for
-from support.snapshots import LAYOUT, SEALS, image_of, manifest, memory
+from support.shards import LOADABLE, SEALS, image_of, manifest, memory, snapshot
 
 from ckpt_service import image, wire
 from ckpt_service.records import (
@@ -35,6 +35,8 @@ from ckpt_service.records import (
     daemon_messages,
 )
 from trainer_hooks import Checkpointer
+
+LAYOUT = snapshot(LOADABLE).layout
 
 
 class Client:
@@ -160,7 +162,8 @@ def offer(service: Service, stated: ShardManifest) -> bytes:
 
 
 def stated(**changes: object) -> ShardManifest:
-    return manifest(attempt=77, stage=99, pp=100, **changes)
+    plain = {"run_id": "cafe0001", "attempt": 77, "stage": 99, "pp": 100, "step": 1, "bytes": LAYOUT.nbytes}
+    return manifest(**{**plain, **changes})
 
 
 def offered(service: Service, frame: bytes, fd: int, directory: int | None = None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import RunDirectory, wait_for
-from support.snapshots import data_offset, flip_bit, manifest, write_shard
+from support.shards import data_offset, flip_bit, write_stage_shard
 
 from ckpt_service.errors import DamagedCheckpoint, LayoutMismatch, NoUsableCheckpoint, StateMismatch
 from trainer_hooks import Checkpointer
@@ -237,7 +237,7 @@ def test_nothing_is_none(tmp_path: Path) -> None:
 
 def test_another_layout_is_named(tmp_path: Path) -> None:
     for rank in (0, 1):
-        write_shard(tmp_path, manifest(tp=2, tp_rank=rank, step=7))
+        write_stage_shard(tmp_path, tp=2, tp_rank=rank, step=7)
     with pytest.raises(LayoutMismatch, match=r"pp=1 tp=2.*pp=1 tp=1"):
         reader(tmp_path).resume()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from support.processes import OBEY, Ranks, RunDirectory, daemons_of, wait_for
-from support.snapshots import manifest, write_shard
+from support.shards import write_stage_shard
 
 from ckpt_service import scan
 from ckpt_service.catalog import CheckpointId
@@ -51,7 +51,7 @@ def strangers(directory: Path) -> dict[Path, bytes]:
         (directory / name).write_bytes(b"mine")
     torch.save({"step": 1}, directory / "ckpt_step_1_epoch_0.pt")
     for tp_rank in (2, 3):
-        write_shard(directory.parent, manifest(run_id="cafe0002", step=1, tp=4, tp_rank=tp_rank))
+        write_stage_shard(directory.parent, run_id="cafe0002", step=1, tp=4, tp_rank=tp_rank)
     return {path: path.read_bytes() for path in directory.iterdir()}
 
 
