@@ -170,7 +170,8 @@ def _held_bytes(thing: Stateful) -> int:
     elif isinstance(thing, torch.optim.Optimizer):
         held = (value for state in thing.state.values() if isinstance(state, Mapping) for value in state.values())
         tensors = {id(value): value for value in held if isinstance(value, torch.Tensor)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    known = (tensor for tensor in tensors.values() if not torch.nn.parameter.is_lazy(tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in known)
 
 
 def rng_state() -> dict[str, Any]:
