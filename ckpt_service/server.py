@@ -78,6 +78,7 @@ class Client:
     connection: Connection
     hello: Hello | None = None
     left_cleanly: bool = False
+    asked_to_leave: bool = False
 
     @property
     def trains(self) -> bool:
@@ -114,6 +115,8 @@ class Server:
         first_client_by = time.monotonic() + config.start_seconds
         self._lifetime = Lifetime(stays, config.linger_seconds, config.grace_seconds, needed_until=first_client_by)
         self._progress_at = 0.0
+        self._lost: list[str] = []
+        self._leaving = False
         self._wake = asyncio.Event()
 
     async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
@@ -194,6 +197,8 @@ class Server:
                 await self._on_peers(ranks)
             case records.Lost() if client.trains:
                 self._on_lost(message)
+            case records.Leave(patient=patient) if client.hello is not None:
+                self._on_leave(client, patient=patient)
             case records.Goodbye():
                 client.left_cleanly = True
                 if client.trains:
@@ -219,6 +224,9 @@ class Server:
     async def _on_offer(self, client: Client, offer: Offer, descriptors: list[int]) -> None:
         hello = client.hello
         assert hello is not None
+        if self._leaving:
+            intake.close_all(descriptors)  # not accepted: the trainer hands it to the next daemon
+            return
         snapshot_id = offer.manifest.snapshot_id
         if (offer.manifest.run_id, offer.manifest.attempt) != (hello.run_id, hello.attempt):
             intake.close_all(descriptors)
@@ -234,6 +242,9 @@ class Server:
         except ProtocolError as error:
             self._ledger.complain(error, datetime.now(timezone.utc), offer.manifest)
             client.connection.send(Refused(snapshot_id=snapshot_id, message=str(error)))
+            return
+        if self._leaving:
+            held.release()
             return
         if held.key in self._held:
             held.release()  # it is the same memory, which we hold already
@@ -273,6 +284,16 @@ class Server:
             error = CkptError(lost.message, op="save", code=lost.code, hint=lost.hint)
             self._ledger.failed(lost.manifest, error, datetime.now(timezone.utc), final=True)
         self._publisher.changed()
+
+    def _on_leave(self, client: Client, *, patient: bool) -> None:
+        log.info("asked by pid %d to finish what is here and to leave", client.hello.pid if client.hello else 0)
+        client.asked_to_leave = True
+        if patient:
+            self._lifetime.finish()
+        else:
+            self._lifetime.drain(time.monotonic())
+        self._publisher.changed()
+        self._wake.set()
 
     def _key_of(self, client: Client, name: str) -> JobKey | None:
         """Return the job of this client that has this name."""
@@ -407,6 +428,8 @@ class Server:
         final = held.key not in self._book.jobs
         if not isinstance(error, SnapshotSuperseded):
             self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=final)
+            if final and self._lifetime.draining:
+                self._lost.append(str(error))
         log.warning("step %d, try %d: %s", held.offer.manifest.step, before + 1, error)
 
     def _on_committed(self, held: Held, result: CommitResult) -> None:
@@ -460,6 +483,7 @@ class Server:
 
     async def _leave(self, listener: socket.socket) -> int:
         """Close the door, name what is lost, and say goodbye to the world."""
+        self._leaving = True
         with contextlib.suppress(FileNotFoundError):
             await self._on_thread(lambda: os.unlink(self._paths.socket))
         listener.close()
@@ -473,14 +497,17 @@ class Server:
                 hint="a trainer that is alive hands it over again",
             )
             self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=True)
+            self._lost.append(str(error.args[0]))
         for client in list(self._clients.values()):
+            if client.asked_to_leave:
+                client.connection.send(records.Left(lost=self._lost))
             await client.connection.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._retain(self._pruner.retain), self._config.notice_seconds)
         self._state = "stopped"
         await self._publisher.publish(self._config.notice_seconds)
-        log.info("left, with %d snapshots not written", len(lost))
-        return 1 if lost else 0
+        log.info("left, with %d snapshots not written", len(self._lost))
+        return 1 if self._lost else 0
 
     async def _on_thread(self, work: Callable[[], _T]) -> _T:
         """Do what may block; on threads of our own, since those of the loop are waited for at its end."""
