@@ -117,6 +117,7 @@ class Server:
         self._progress_at = 0.0
         self._lost: list[str] = []
         self._leaving = False
+        self._turned_away: set[int] = set()
         self._wake = asyncio.Event()
 
     async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
@@ -224,15 +225,17 @@ class Server:
     async def _on_offer(self, client: Client, offer: Offer, descriptors: list[int]) -> None:
         hello = client.hello
         assert hello is not None
-        if self._leaving:
-            intake.close_all(descriptors)  # not accepted: the trainer hands it to the next daemon
-            return
         snapshot_id = offer.manifest.snapshot_id
         if (offer.manifest.run_id, offer.manifest.attempt) != (hello.run_id, hello.attempt):
             intake.close_all(descriptors)
             client.connection.send(Refused(snapshot_id=snapshot_id, message="it is of another run or attempt"))
             return
         known = self._held.get(intake.job_key(offer))
+        if self._leaving or (self._lifetime.finishing and known is None):
+            # Not accepted: the trainer hands it to the next daemon. Taking it could put off our end for ever.
+            self._turned_away.add(client.connection.number)
+            intake.close_all(descriptors)
+            return
         if known is not None and known.offer.manifest == offer.manifest:
             intake.close_all(descriptors)  # it is the same memory, which we hold already
             self._handle(jobs.Offered(known.key, offer.manifest.bytes, client.connection.number))
@@ -418,7 +421,7 @@ class Server:
             return
         self._progress_at = now
         progress = records.Progress(snapshot_id=held.offer.manifest.snapshot_id, bytes_done=held.bytes_done)
-        for client in {job.client for job in self._book.jobs.values()}:
+        for client in self._turned_away.union(job.client for job in self._book.jobs.values() if job.client is not None):
             self._tell(client, progress)
 
     def _on_broken(self, held: Held, error: CkptError) -> None:

@@ -13,7 +13,7 @@ def drain(root: Root = ".", postfix: Postfix = None, timeout: Timeout = None) ->
     longer than its grace time. Waits for the end; after --timeout the daemon still goes on (exit 7). Exit 1 names what
     could not be written.
 
-    What trainers save meanwhile is written as well. A trainer that lives on starts another daemon as soon as it needs
+    What trainers save meanwhile stays with them until the daemon has left. A trainer that lives on then starts another
     one (service="auto"), or waits for the next one at the socket that it was given: end the trainers first if none
     should run.
 

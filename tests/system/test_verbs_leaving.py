@@ -151,3 +151,36 @@ def test_without_a_daemon_there_is_nothing_to_do(run: RunDirectory) -> None:
         assert "nothing to do" in done.stderr
         assert run.cli(verb, str(run.root), "--timeout", "-1").returncode == 2
     assert list(run.root.iterdir()) == []
+
+
+def test_nothing_is_lost_to_drains_under_a_trainer_that_goes_on_saving(run: RunDirectory) -> None:
+    trainer = run.trainer(
+        """
+        import threading
+        checkpointer = Checkpointer(root, keep_last=10_000)
+        told = threading.Event()
+        threading.Thread(target=lambda: (sys.stdin.readline(), told.set()), daemon=True).start()
+        tickets = [checkpointer.save(0, state=state(0, 1))]
+        say("saving")
+        while not told.is_set():
+            tickets.append(checkpointer.save(len(tickets), state=state(len(tickets), 1)))
+            tickets[-1].accepted.result(60)
+        paths = [ticket.wait_committed(60) for ticket in tickets]
+        say("committed", len(paths), all(path.exists() for path in paths))
+        checkpointer.close()
+        """
+    )
+    trainer.says("saving")
+    pids = set()
+    for _ in range(4):
+        wait_for(lambda: daemons_of(run.root) and not pids & set(daemons_of(run.root)), "another daemon serves")
+        wait_for(lambda: (status := run.status()) and status.daemon.pid not in pids, "it says so")
+        pids.add(run.daemon().pid)
+        done = run.cli("drain", str(run.root))
+        assert done.returncode == 0, done.stderr
+    trainer.hears("end")
+    count, there = trainer.says("committed").split()
+    assert there == "True"
+    assert len(run.files()) == int(count)
+    trainer.ends()
+    assert run.cli("verify", "--all", str(run.root)).returncode == 0
