@@ -23,6 +23,7 @@ _PARTIAL = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}-([A-Za-z0-9._-]+)-([0-9a-f]
 _KEPT = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}\.kept", re.ASCII)
 _ATTEMPT = re.compile(rf"{_NUMBER}\.json", re.ASCII)
 _STAGE = re.compile(rf"checkpoint_(?:(.+)_)?{_NUMBER}", re.ASCII | re.DOTALL)
+_LORA_STAGE = re.compile(rf"(.+)_stage_{_NUMBER}", re.ASCII | re.DOTALL)
 
 SERVICE_PREFIX = ".ckpt_service"
 ATTEMPTS = "attempts"
@@ -113,9 +114,23 @@ def parse_stage_directory(name: str, postfix: str | None) -> int | None:
     return int(match[2])
 
 
+def postfix_of(name: str) -> str | None:
+    """Return the postfix of the run that an entry of a root belongs to; None for all else, also without a postfix."""
+    if name.startswith(f"{SERVICE_PREFIX}_"):
+        return name[len(SERVICE_PREFIX) + 1 :] or None
+    match = _STAGE.fullmatch(name)
+    return match[1] if match else None
+
+
 def lora_directory(stage: int, lora_dir: str | None) -> str:
     """Return the directory of LoRA shards of a stage, below the root unless ``lora_dir`` is absolute."""
     return f"{lora_dir or 'lora_checkpoint'}_stage_{stage}"
+
+
+def parse_lora_directory(name: str) -> tuple[str, int] | None:
+    """Return (``lora_dir``, stage) if this is the name of a directory of LoRA shards, else None."""
+    match = _LORA_STAGE.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
 
 
 def service_directory(postfix: str | None) -> str:
@@ -190,6 +205,17 @@ def daemon_lock(host: str) -> str:
 def daemon_log(host: str) -> str:
     """Return the name of the log of the daemon of ``host``."""
     return f"daemon.{_plain(host)}.log"
+
+
+def set_aside_log(host: str) -> str:
+    """Return the name of the older part of that log, set aside when it was full."""
+    return f"{daemon_log(host)}.1"
+
+
+def parse_daemon_log(name: str) -> str | None:
+    """Return the host whose daemon's log this is, or None."""
+    match = re.fullmatch(r"daemon\.([A-Za-z0-9._-]+)\.log", name, re.ASCII)
+    return match[1] if match else None
 
 
 def socket_name(root: str, postfix: str | None, host: str) -> str:

@@ -41,6 +41,21 @@ def pid_start(pid: int) -> int | None:
         return None
 
 
+def open_process(pid: int, start: int) -> int | None:
+    """Return a pidfd of the process of this pid and start (see :func:`pid_start`), None if it has ended.
+
+    A signal sent through it reaches this process or none. The caller closes it.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    if pid_start(pid) != start:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 def service_path(root: str, postfix: str | None) -> str:
     """Return the directory of everything of ours that is not a checkpoint."""
     return os.path.join(root, naming.service_directory(postfix))
@@ -149,7 +164,7 @@ class DaemonLock:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = os.pread(fd, 4096, 0).decode(errors="replace").strip() or "unknown"
+            owner = _owner(fd)
             os.close(fd)
             raise RunDirectoryBusy(f"another daemon serves this run directory: {owner}", path=self.path) from error
         except OSError:
@@ -198,9 +213,8 @@ class RunLock:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             if not _locked(fd) or (_owner_host(fd) not in (None, host) and _beats(fd)):
-                owner = os.pread(fd, 4096, 0).decode(errors="replace").strip()
                 raise RunDirectoryBusy(
-                    f"another run trains on this directory: {owner}",
+                    f"another run trains on this directory: {_owner(fd)}",
                     path=self.path,
                     hint="stop it, or use another root",
                 )
@@ -254,6 +268,38 @@ def _locked(fd: int) -> bool:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     return True
+
+
+def live_run(root: str, postfix: str | None) -> str | None:
+    """Return who trains on a run directory, for people to read; None if nobody does, as far as locks can tell.
+
+    The lock is only looked at, never taken: a trainer that wants it at this moment gets it.
+    """
+    try:
+        fd = os.open(os.path.join(service_path(root, postfix), naming.run_lock()), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)  # fcntl(2), F_GETLK: who keeps us from this lock?
+        held = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        return _owner(fd) if held[0] != fcntl.F_UNLCK else None
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+
+
+def _owner(fd: int) -> str:
+    """Say who holds a lock, from the record in its file."""
+    try:
+        record = json.loads(os.pread(fd, 4096, 0))
+        parts = [f"{key} {record[key]}" for key in ("host", "pid", "socket") if record.get(key) is not None]
+    except (ValueError, AttributeError):
+        parts = []  # it was just taken, or just given back
+    return ", ".join(parts) or "its owner is not known yet"
 
 
 def _owner_host(fd: int) -> str | None:

@@ -8,12 +8,13 @@ path that has come to mean another place cannot lead astray.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
-from ckpt_service import retention, scan
-from ckpt_service.catalog import Catalog, Evidence, build
-from ckpt_service.errors import CkptError, from_os_error
+from ckpt_service import image, retention, scan
+from ckpt_service.catalog import Catalog, Evidence, Shard, build
+from ckpt_service.errors import CkptError, DamagedCheckpoint, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.records import Retention, ShardManifest
 from ckpt_service.retention import RetentionPlan, RetentionPolicy
@@ -70,24 +71,94 @@ def _retain_one(history: History, catalog: Catalog, evidence: Evidence) -> Retai
     plan = retention.plan(policy, catalog, kind=kind, stage=stage, tp_rank=tp_rank)
     if evidence.attempts and evidence.attempts[-1].n > history.manifest.attempt:
         return Retained(history, catalog, plan, 0, ())  # a late writer: the newer attempt decides what is needed
-    if problem := _uncertainty(catalog, evidence):
+    if problem := _uncertainty(evidence.unread, catalog):
         return Retained(history, catalog, plan, 0, (problem,))
-    deleted, errors = 0, []
-    for shard in plan.delete:
-        if os.path.dirname(shard.path) != history.directory.path:
-            continue
+    mine = [shard for shard in plan.delete if os.path.dirname(shard.path) == history.directory.path]
+    deleted, errors = delete(mine, history.directory)
+    return Retained(history, catalog, plan, len(deleted), tuple(errors))
+
+
+def delete(shards: Iterable[Shard], directory: Directory) -> tuple[list[Shard], list[CkptError]]:
+    """Delete these files of one directory, durably; return those that are gone by this, and what went wrong."""
+    deleted, errors = [], []
+    for shard in shards:
         try:
-            deleted += history.directory.remove(os.path.basename(shard.path))
+            if _delete_one(shard, directory):
+                deleted.append(shard)
         except OSError as error:
             errors.append(from_os_error(error, op="deleting an old checkpoint", kind=CkptError, path=shard.path))
     if deleted:
-        history.directory.sync()
-    return Retained(history, catalog, plan, deleted, tuple(errors))
+        directory.sync()
+    return deleted, errors
 
 
-def _uncertainty(catalog: Catalog, evidence: Evidence) -> CkptError | None:
-    """Return why nothing may be deleted: what could not be read may turn the plan into another one."""
-    for path in evidence.unread:  # what an attempt resumed from decides which checkpoints count
+def _delete_one(shard: Shard, directory: Directory) -> bool:
+    """Delete a file, unless a newer shard has taken its name since the plan was made."""
+    name = os.path.basename(shard.path)
+    with directory.locked():  # as every rename to a final name
+        there = _manifest_in(directory.head(name, image.MANIFEST_END))
+        if there is not None and there != shard.manifest:
+            return False
+        return directory.remove(name)
+
+
+def _manifest_in(head: bytes | None) -> ShardManifest | None:
+    try:
+        return scan.parse_manifest(head) if head is not None else None
+    except DamagedCheckpoint:
+        return None
+
+
+@dataclass(frozen=True)
+class HandPass:
+    """What a pass by hand decides for one (kind, stage, tp rank), and what it has deleted of it."""
+
+    plan: RetentionPlan
+    deleted: tuple[Shard, ...] = ()
+    errors: tuple[CkptError, ...] = ()
+
+
+def plan_by_hand(root: str, postfix: str | None, policy: RetentionPolicy) -> list[RetentionPlan]:
+    """Return a plan for each history that lies below a root: all kinds, stages and tensor-parallel ranks.
+
+    The decisions are those of the daemon's own passes; nothing is deleted here.
+
+    Raises:
+        CkptError: a file or a record could not be read; the plan could be another one.
+    """
+    catalogs = scan.load_catalogs(root, postfix)
+    unread = scan.read_attempts(root, postfix)[1]
+    for problem in filter(None, (_uncertainty(unread, catalog) for catalog in catalogs)):
+        raise problem
+    return [
+        retention.plan(policy, catalog, kind=kind, stage=stage, tp_rank=tp_rank)
+        for catalog in catalogs
+        for kind, stage, tp_rank in sorted({(s.name.kind, s.stage, s.tp_rank) for s in catalog.files()})
+    ]
+
+
+def carry_out(plan: RetentionPlan) -> HandPass:
+    """Delete what a plan by hand lets go."""
+    deleted: list[Shard] = []
+    errors: list[CkptError] = []
+    for path, shards in groupby(plan.delete, key=lambda shard: os.path.dirname(shard.path)):
+        try:
+            with LocalDirectory.open(path) as directory:
+                gone, problems = delete(shards, directory)
+        except OSError as error:
+            errors.append(from_os_error(error, op="deleting old checkpoints", kind=CkptError, path=path))
+            continue
+        deleted += gone
+        errors += problems
+    return HandPass(plan, tuple(deleted), tuple(errors))
+
+
+def _uncertainty(unread: Sequence[str], catalog: Catalog) -> CkptError | None:
+    """Return why nothing may be deleted: what could not be read may turn the plan into another one.
+
+    ``unread`` are records of attempts: what an attempt resumed from decides which checkpoints count.
+    """
+    for path in unread:
         hint = "restore the record, or delete it if it is lost for good"
         return CkptError(f"nothing is deleted: {path} cannot be read", op="prune", path=path, hint=hint)
     for shard in catalog.files():  # what looks damaged or partial now may be whole, and what has to be kept

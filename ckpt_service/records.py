@@ -124,6 +124,12 @@ class ShardingRecord(_File):
         return self
 
 
+def save_of(snapshot_id: str) -> tuple[int, int]:
+    """Return (attempt, sequence) of a snapshot by its name in messages and in the status."""
+    attempt, sequence = snapshot_id.split("-")[-4:-2]
+    return int(attempt), int(sequence)
+
+
 class Origin(_File):
     """The checkpoint that an attempt resumed from. ``explicit``: the user named it (a roll-back)."""
 
@@ -439,6 +445,16 @@ class Blocked(_Message):
     seconds: float = Field(ge=0)
 
 
+class Leave(_Message):
+    """Ask the daemon to write what it holds and then to leave; answered by :class:`Left`, from any client.
+
+    ``patient``: however long that takes, and whoever is connected; else within its grace time, as after SIGTERM.
+    """
+
+    type: Literal["leave"] = "leave"
+    patient: bool
+
+
 class Goodbye(_Message):
     """A clean close: this client needs the daemon no longer, once all is written."""
 
@@ -526,8 +542,15 @@ class Settled(_Message):
     bytes_done: Count
 
 
-ClientMessage = Hello | Offer | Settle | Park | Unpark | Peers | Lost | Blocked | Goodbye
-DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Parked | Settled
+class Left(_Message):
+    """The answer to a leave, when the daemon leaves; ``lost`` says of each snapshot not written why it was not."""
+
+    type: Literal["left"] = "left"
+    lost: list[str]
+
+
+ClientMessage = Hello | Offer | Settle | Park | Unpark | Peers | Lost | Blocked | Leave | Goodbye
+DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Parked | Settled | Left
 
 client_messages: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="type")])
 daemon_messages: TypeAdapter[DaemonMessage] = TypeAdapter(Annotated[DaemonMessage, Field(discriminator="type")])

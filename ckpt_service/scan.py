@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -156,15 +157,17 @@ Look = Callable[[str, ShardName, int], Shard | None]
 """How a file is inspected: :func:`inspect`, or a :class:`Memory`."""
 
 
-def scan_directory(path: str, stage: int, look: Look = inspect) -> Iterator[Shard]:
-    """Yield the shards in one directory, set-aside ones included."""
+def scan_directory(
+    path: str, stage: int, look: Look = inspect, kinds: Collection[Kind] = naming.KINDS
+) -> Iterator[Shard]:
+    """Yield the shards of these kinds in one directory, set-aside ones included."""
     try:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     for entry in names:
         name = naming.parse_shard(naming.parse_kept(entry) or entry)
-        if name is None:
+        if name is None or name.kind not in kinds:
             continue
         shard = look(os.path.join(path, entry), name, stage if name.stage is None else name.stage)
         if shard is not None:
@@ -185,6 +188,34 @@ def scan_run(root: str, postfix: str | None, look: Look = inspect) -> list[Shard
     """Return all training shards of a run."""
     directories = stage_directories(root, postfix)
     return [shard for stage, path in directories.items() for shard in scan_directory(path, stage, look)]
+
+
+def scan_other_kinds(root: str) -> list[list[Shard]]:
+    """Return the LoRA and HF shards in directories of the root, those that form one history together.
+
+    Stages of LoRA shards have directories of their own, which belong together; an HF directory holds all stages.
+    """
+    histories: dict[tuple[Kind, str], list[Shard]] = {}
+    for entry in sorted(_listed(root)):
+        path = os.path.join(root, entry)
+        if not os.path.isdir(path):
+            continue
+        if (found := naming.parse_lora_directory(entry)) is not None:
+            histories.setdefault(("lora", found[0]), []).extend(scan_directory(path, found[1], kinds=["lora"]))
+        histories.setdefault(("hf", entry), []).extend(scan_directory(path, 0, kinds=["hf"]))
+    return [shards for shards in histories.values() if shards]
+
+
+def named_steps(root: str, postfix: str | None) -> list[int]:
+    """Return the steps in the names of a run's training shards, in order; no file is opened."""
+    directories = stage_directories(root, postfix).values()
+    names = (naming.parse_shard(entry) for directory in directories for entry in _listed(directory))
+    return sorted({name.step for name in names if name is not None and name.step is not None})
+
+
+def postfixes(root: str) -> list[str]:
+    """Return the postfixes of the runs that have something below a root."""
+    return sorted({postfix for name in _listed(root) if (postfix := naming.postfix_of(name)) is not None})
 
 
 def load_attempts(root: str, postfix: str | None) -> list[Attempt]:
@@ -236,6 +267,17 @@ def load_peers_file(root: str, postfix: str | None, host: str) -> list[RankHolds
 def load_catalog(root: str, postfix: str | None) -> Catalog:
     """Derive the catalog of a run from its files alone."""
     return build(load_evidence(root, postfix))
+
+
+def load_catalogs(root: str, postfix: str | None) -> list[Catalog]:
+    """Derive a catalog for each history: the training checkpoints first, then those of other kinds below the root.
+
+    LoRA and HF directories carry no postfix: the starts of the run say which of their files are its own, so without
+    them only training checkpoints are looked at.
+    """
+    evidence = load_evidence(root, postfix)
+    others = scan_other_kinds(root) if evidence.attempts else []
+    return [build(evidence), *(build(replace(evidence, shards=shards)) for shards in others)]
 
 
 def load_evidence(root: str, postfix: str | None, look: Look = inspect) -> Evidence:

@@ -78,6 +78,7 @@ class Client:
     connection: Connection
     hello: Hello | None = None
     left_cleanly: bool = False
+    asked_to_leave: bool = False
 
     @property
     def trains(self) -> bool:
@@ -114,7 +115,9 @@ class Server:
         first_client_by = time.monotonic() + config.start_seconds
         self._lifetime = Lifetime(stays, config.linger_seconds, config.grace_seconds, needed_until=first_client_by)
         self._progress_at = 0.0
+        self._lost: list[str] = []
         self._leaving = False
+        self._turned_away: set[int] = set()
         self._wake = asyncio.Event()
 
     async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
@@ -198,6 +201,8 @@ class Server:
             case records.Blocked(seconds=seconds) if client.trains:
                 self._ledger.blocked_seconds += seconds
                 self._publisher.changed()
+            case records.Leave(patient=patient) if client.hello is not None:
+                self._on_leave(client, patient=patient)
             case records.Goodbye():
                 client.left_cleanly = True
                 if client.trains:
@@ -230,6 +235,11 @@ class Server:
             client.connection.send(Refused(snapshot_id=snapshot_id, message="it is of another run or attempt"))
             return
         known = self._held.get(intake.job_key(offer))
+        if self._leaving or (self._lifetime.finishing and known is None):
+            # Not accepted: the trainer hands it to the next daemon. Taking it could put off our end for ever.
+            self._turned_away.add(client.connection.number)
+            intake.close_all(descriptors)
+            return
         if known is not None and known.offer.manifest == offer.manifest:
             intake.close_all(descriptors)  # it is the same memory, which we hold already
             self._handle(jobs.Offered(known.key, offer.manifest.bytes, client.connection.number))
@@ -281,6 +291,16 @@ class Server:
             error = CkptError(lost.message, op="save", code=lost.code, hint=lost.hint)
             self._ledger.failed(lost.manifest, error, datetime.now(timezone.utc), final=True)
         self._publisher.changed()
+
+    def _on_leave(self, client: Client, *, patient: bool) -> None:
+        log.info("asked by pid %d to finish what is here and to leave", client.hello.pid if client.hello else 0)
+        client.asked_to_leave = True
+        if patient:
+            self._lifetime.finish()
+        else:
+            self._lifetime.drain(time.monotonic())
+        self._publisher.changed()
+        self._wake.set()
 
     def _key_of(self, client: Client, name: str) -> JobKey | None:
         """Return the job of this client that has this name."""
@@ -403,7 +423,7 @@ class Server:
             return
         self._progress_at = now
         progress = records.Progress(snapshot_id=held.offer.manifest.snapshot_id, bytes_done=held.bytes_done)
-        for client in {job.client for job in self._book.jobs.values()}:
+        for client in self._turned_away.union(job.client for job in self._book.jobs.values() if job.client is not None):
             self._tell(client, progress)
 
     def _on_broken(self, held: Held, error: CkptError) -> None:
@@ -413,6 +433,8 @@ class Server:
         final = held.key not in self._book.jobs
         if not isinstance(error, SnapshotSuperseded):
             self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=final)
+            if final and self._lifetime.draining:
+                self._lost.append(str(error))
         log.warning("step %d, try %d: %s", held.offer.manifest.step, before + 1, error)
 
     def _on_committed(self, held: Held, result: CommitResult) -> None:
@@ -483,14 +505,17 @@ class Server:
                 hint="a trainer that is alive hands it over again",
             )
             self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=True)
+            self._lost.append(str(error.args[0]))
         for client in list(self._clients.values()):
+            if client.asked_to_leave:
+                client.connection.send(records.Left(lost=self._lost))
             await client.connection.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._retain(self._pruner.retain), self._config.notice_seconds)
         self._state = "stopped"
         await self._publisher.publish(self._config.notice_seconds)
-        log.info("left, with %d snapshots not written", len(lost))
-        return 1 if lost else 0
+        log.info("left, with %d snapshots not written", len(self._lost))
+        return 1 if self._lost else 0
 
     async def _on_thread(self, work: Callable[[], _T]) -> _T:
         """Do what may block; on threads of our own, since those of the loop are waited for at its end."""

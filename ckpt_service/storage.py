@@ -311,6 +311,16 @@ def create_small(path: str, content: bytes, *, mode: int = 0o644) -> bool:
     return True
 
 
+def remove_small(path: str) -> bool:
+    """Delete a small file durably; return False if there was none."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    sync_path(os.path.dirname(path))
+    return True
+
+
 def _write_beside(path: str, content: bytes, mode: int, durable: bool) -> str:
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}.new")

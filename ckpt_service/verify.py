@@ -14,29 +14,34 @@ from ckpt_service.errors import DamagedCheckpoint
 
 @dataclass(frozen=True)
 class FileReport:
-    """What the check of one file found; ``problem`` is None for a good one."""
+    """What the check of one file found; ``problem`` is None for a good one.
+
+    ``checkable`` is False for a file without a manifest: there is nothing to hold it against.
+    """
 
     path: str
     records: int
     bytes: int
     seconds: float
     problem: str | None
+    checkable: bool = True
 
     @property
-    def ok(self) -> bool:
-        """Whether the file is whole and undamaged."""
-        return self.problem is None
+    def ok(self) -> bool | None:
+        """Whether the file is whole and undamaged; None if nobody can tell."""
+        return self.problem is None if self.checkable else None
 
 
 def verify_shard(shard: Shard) -> FileReport:
     """Check one file; legacy files carry no identity, and their CRCs are checked by ``unzip -t`` only."""
     began = time.monotonic()
     records, problem = 0, shard.problem
-    if problem is None and shard.manifest is None:
+    checkable = problem is not None or shard.manifest is not None
+    if not checkable:
         problem = "written without a manifest: its bytes cannot be checked"
     if problem is None:
         records, problem = _verify_bytes(shard.path)
-    return FileReport(shard.path, records, shard.bytes, time.monotonic() - began, problem)
+    return FileReport(shard.path, records, shard.bytes, time.monotonic() - began, problem, checkable)
 
 
 def _verify_bytes(path: str) -> tuple[int, str | None]:

@@ -71,7 +71,7 @@ class Saves:
         counts.repeats[(step, epoch)] += 1
         if state is None and not self._tracked:
             raise ValueError("state: give a state to save, or name objects with track() first")
-        ticket = SaveTicket(step, epoch)
+        ticket = self._saver.ticket(step, epoch)
         if not self._has_begun(ticket):
             return ticket
         self._warn_of_strangers()
@@ -100,7 +100,7 @@ class Saves:
             except CkptError as error:
                 self.last = ticket
                 step = ticket.step
-                self._saver.fail(ticket, SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
+                ticket.fail(SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
                 return False
         self.has_saved = True
         return True

@@ -76,8 +76,6 @@ class Saver:
 
     def admit(self, manifest: ShardManifest, ticket: SaveTicket, *, final: bool) -> bool:
         """Let ``on_full`` decide whether this snapshot is made; a refusal goes to the ticket. It may vote."""
-        failures = self._failures  # not self: the thread that ends a ticket must not keep a trainer's tensors alive
-        ticket.committed.add_done_callback(lambda future: _note(failures, future.exception()))
         try:
             self._admission.wait(ticket.step, final=final)
         except SaveFailed as error:
@@ -143,10 +141,10 @@ class Saver:
             self._client.close()
         self._pool.close()
 
-    def fail(self, ticket: SaveTicket, error: SaveFailed) -> None:
-        """Let a save fail that could not even be begun."""
-        ticket.fail(error)
-        _note(self._failures, error)
+    def ticket(self, step: int, epoch: int) -> SaveTicket:
+        """Return the ticket of a new save, whose failure is noted here."""
+        # Not self: the thread that ends a ticket must not keep a trainer's tensors alive.
+        return SaveTicket(step, epoch, partial(_note, self._failures))
 
     def new_failures(self) -> list[SaveFailed]:
         """Return what has failed since this was last asked."""
@@ -257,7 +255,7 @@ def _let_go(pool: SlotPool, slot: Slot, reusable: bool) -> None:
     pool.give_back(slot, reusable=reusable)
 
 
-def _note(failures: deque[SaveFailed], error: BaseException | None) -> None:
+def _note(failures: deque[SaveFailed], error: Exception) -> None:
     if isinstance(error, SaveFailed):
         log.error("%s", error)
         failures.append(error)

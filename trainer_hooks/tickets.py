@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -25,9 +26,10 @@ class SaveTicket:
     the futures that are not done yet hold the exception.
     """
 
-    def __init__(self, step: int, epoch: int) -> None:
+    def __init__(self, step: int, epoch: int, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
         self.step = step
         self.epoch = epoch
+        self._on_failure = on_failure
         self.staged: Future[None] = Future()
         self.accepted: Future[None] = Future()
         self.committed: Future[Path | None] = Future()
@@ -55,7 +57,9 @@ class SaveTicket:
             self.committed.set_result(path)
 
     def fail(self, error: Exception) -> None:
-        """Give ``error`` to every moment that has not come yet."""
+        """Give ``error`` to every moment that has not come yet, after ``on_failure`` has been told."""
+        if not self.committed.done():  # told first: whoever waits for the future may go on before its callbacks run
+            self._on_failure(error)
         for future in (self.staged, self.accepted, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)

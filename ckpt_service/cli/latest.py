@@ -15,9 +15,10 @@ from ckpt_service.cli.common import (
     absolute_root,
     checked_postfix,
     complain,
-    identity,
-    moment,
+    document_of,
+    elsewhere,
     print_json,
+    summary,
 )
 from ckpt_service.newer import unreadable_newest
 from ckpt_service.records import SCHEMA_VERSION
@@ -31,22 +32,19 @@ def latest(
     as_json: Json = False,
 ) -> None:
     """Print the newest complete checkpoint."""
-    root = absolute_root(root)
-    catalog = load_catalog(root, checked_postfix(postfix))
+    root, postfix = absolute_root(root), checked_postfix(postfix)
+    catalog = load_catalog(root, postfix)
     newest = catalog.newest_complete()
     if (newer := unreadable_newest(catalog)) is not None:
         complain(f"step {newer.id.step} epoch {newer.id.epoch} may be newer: {newer.reason}")
     if newest is None:
-        complain(f"{root} has no complete checkpoint; `ckpt-service ls {root}` lists what is there")
+        hint = elsewhere(root, postfix) or f"; `ckpt-service ls {root}` lists what is there"
+        complain(f"{root} has no complete checkpoint{hint}")
         sys.exit(Exit.NO_CHECKPOINT)
     if as_json:
-        paths = [{"stage": s.stage, "tp_rank": s.tp_rank, "path": s.path} for s in newest.shards]
-        document = {"schema_version": SCHEMA_VERSION, "root": root, **identity(newest)}
-        print_json({**document, "committed_at": moment(newest.modified), "paths": paths})
+        print_json({"schema_version": SCHEMA_VERSION, "root": root, **document_of(newest)})
     elif path:
         for shard in newest.shards:
             typer.echo(shard.path)
     else:
-        typer.echo(
-            f"step {newest.id.step} epoch {newest.id.epoch} (attempt {newest.id.attempt}), {moment(newest.modified)}"
-        )
+        typer.echo(summary(newest))

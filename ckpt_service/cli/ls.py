@@ -13,6 +13,8 @@ from ckpt_service.cli.common import (
     Root,
     absolute_root,
     checked_postfix,
+    complain,
+    elsewhere,
     identity,
     moment,
     print_json,
@@ -24,14 +26,14 @@ from ckpt_service.scan import load_catalog
 
 def ls(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> None:
     """List the checkpoints of a run, newest first."""
-    root = absolute_root(root)
-    catalog = load_catalog(root, checked_postfix(postfix))
+    root, postfix = absolute_root(root), checked_postfix(postfix)
+    catalog = load_catalog(root, postfix)
     if as_json:
         rows = [_row(checkpoint) for checkpoint in catalog.checkpoints]
         print_json({"schema_version": SCHEMA_VERSION, "root": root, "checkpoints": rows})
         return
     if not catalog.checkpoints:
-        typer.echo(f"no checkpoints in {root}", err=True)
+        complain(f"no checkpoints in {root}{elsewhere(root, postfix)}")
         return
     lines: list[tuple[str, ...]] = [("STEP", "EPOCH", "STATE", "RANKS", "SIZE", "COMMITTED", "ATTEMPT", "NOTE")]
     lines += [_columns(checkpoint) for checkpoint in catalog.checkpoints]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_service import daemon, naming, ownership
+from ckpt_service import naming, ownership
 from ckpt_service.cli.common import Postfix, checked_postfix
 from ckpt_service.config import ServiceConfig, load_config
 from ckpt_service.storage import make_directories
@@ -25,12 +25,19 @@ def run(
         bool, typer.Option("--detach", help="Return when it serves; it leaves by itself once no trainer needs it.")
     ] = False,
 ) -> None:
-    """Serve a run directory: take snapshots from its trainers and commit them."""
+    """Serve a run directory: take snapshots from its trainers and commit them.
+
+    ROOT must be there, unless --detach is given, as trainers do, who have made it.
+    """
+    from ckpt_service import daemon  # here, so that no reading verb waits for it
+
+    if not detach and not os.path.isdir(root):
+        raise ValueError(f"ROOT={root}: there is no such directory; make it (mkdir -p) if it is spelled right")
     root = os.path.realpath(root)
     postfix = checked_postfix(postfix)
     socket = socket and os.path.abspath(socket)  # the status names it to clients, who may be anywhere
     settings = load_config(os.environ, _content(config))
-    _log_to_stderr()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=daemon.LOG_FORMAT, datefmt=daemon.LOG_DATE_FORMAT)
 
     def serve(ready: Callable[[], None], *, stays: bool) -> int:
         return daemon.serve(root, postfix, settings, os.environ, socket=socket, stays=stays, ready=ready)
@@ -52,10 +59,6 @@ def _content(path: str | None) -> bytes | None:
             return file.read()
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=daemon.LOG_FORMAT, datefmt=daemon.LOG_DATE_FORMAT)
 
 
 def _say_settings(settings: ServiceConfig) -> None:

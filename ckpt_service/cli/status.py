@@ -16,6 +16,7 @@ from ckpt_service.cli.common import (
     absolute_root,
     checked_postfix,
     complain,
+    elsewhere,
     print_json,
     size,
 )
@@ -27,9 +28,8 @@ from ckpt_service.scan import load_statuses, unreadable_statuses
 
 def status(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> None:
     """Show what is queued, being written, safe, and failed."""
-    root = absolute_root(root)
+    root, postfix = absolute_root(root), checked_postfix(postfix)
     stale_seconds = load_config(os.environ).stale_seconds
-    postfix = checked_postfix(postfix)
     found = load_statuses(root, postfix)
     now = datetime.now(timezone.utc)
     unreadable = unreadable_statuses(root, postfix)
@@ -39,7 +39,8 @@ def status(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> 
         hosts = [document.model_dump(mode="json") for document in found]
         print_json({"schema_version": SCHEMA_VERSION, "hosts": hosts})
     elif not found and not unreadable:
-        complain(f"no daemon has served {root} yet: there is no status file (with async_ckpt=False there is none)")
+        hint = elsewhere(root, postfix) or " (with async_ckpt=False there is none)"
+        complain(f"no daemon has served {root} yet: there is no status file{hint}")
     else:
         for document in found:
             _print(document, now, stale_seconds)

@@ -16,6 +16,7 @@ from ckpt_service.cli.common import (
     absolute_root,
     checked_postfix,
     complain,
+    elsewhere,
     print_json,
     size,
 )
@@ -33,24 +34,29 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check the newest complete checkpoint against its checksums."""
-    root = absolute_root(root)
-    catalog = load_catalog(root, checked_postfix(postfix))
+    """Check the newest complete checkpoint against its checksums (exit 6: damaged).
+
+    Files of the old trainer, without a manifest, are listed as not checkable (``"ok": null``); they are not bad.
+    """
+    root, postfix = absolute_root(root), checked_postfix(postfix)
+    catalog = load_catalog(root, postfix)
     shards = _chosen(catalog, everything)
     if not everything and (newer := unreadable_newest(catalog)) is not None:
         complain(f"step {newer.id.step} epoch {newer.id.epoch} is not checked: {newer.reason}")
     if not shards:
-        complain(f"{root} has no {'checkpoint' if everything else 'complete checkpoint'} to verify")
+        what = "checkpoint" if everything else "complete checkpoint"
+        complain(f"{root} has no {what} to verify{elsewhere(root, postfix)}")
         sys.exit(Exit.NO_CHECKPOINT)
     reports = []
     for shard in shards:
         reports.append(verify_shard(shard))
         if not as_json:
             _print(reports[-1])
-    bad = sum(not report.ok for report in reports)
+    bad = sum(report.ok is False for report in reports)
+    checked = sum(report.checkable for report in reports)
     if as_json:
         files = [_row(report) for report in reports]
-        print_json({"schema_version": SCHEMA_VERSION, "root": root, "files": files, "checked": len(files), "bad": bad})
+        print_json({"schema_version": SCHEMA_VERSION, "root": root, "files": files, "checked": checked, "bad": bad})
     if bad:
         sys.exit(Exit.DAMAGED)
 
@@ -76,5 +82,7 @@ def _row(report: FileReport) -> dict[str, Any]:
 def _print(report: FileReport) -> None:
     if report.ok:
         typer.echo(f"ok   {report.path}: {report.records} records, {size(report.bytes)} in {report.seconds:.2f} s")
+    elif report.ok is None:
+        typer.echo(f"?    {report.path}: {report.problem}")
     else:
         typer.echo(f"BAD  {report.path}: {report.problem}")

@@ -19,7 +19,7 @@ from support.shards import snapshot, write_attempt, write_shard
 from ckpt_service import image, naming, scan
 from ckpt_service.catalog import Shard, State
 from ckpt_service.errors import DamagedCheckpoint
-from ckpt_service.prune import History, Pruner, Retained, retain
+from ckpt_service.prune import History, Pruner, Retained, delete, retain
 from ckpt_service.records import Retention
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.verify import verify_shard
@@ -530,3 +530,17 @@ def test_a_file_of_a_newer_format_keeps_its_place_and_its_attempt_counts(tmp_pat
     assert (only(tmp_path).newer_format, only(tmp_path).manifest) == (False, None), "it is not even JSON any more"
     path.write_bytes(path.read_bytes().replace(b'"sequence":x', b'"sequence":0'))
     assert (only(tmp_path).newer_format, only(tmp_path).manifest) == (True, None)
+
+
+def test_a_name_that_a_newer_shard_has_taken_is_not_deleted(tmp_path: Path) -> None:
+    """A daemon gave the name to a newer shard between the plan and the deletion."""
+    path = write_shard(tmp_path / "checkpoint_0", step=1, sequence=1)
+    (planned,) = scan.scan_directory(str(path.parent), 0)
+    write_shard(path.parent, step=1, sequence=1, attempt=2)
+    with LocalDirectory.open(str(path.parent)) as directory:
+        assert delete([planned], directory) == ([], [])
+        (newer,) = (shard for shard in scan.scan_directory(directory.path, 0) if shard.path == str(path))
+        assert newer.manifest is not None
+        assert newer.manifest.attempt == 2
+        assert delete([newer], directory) == ([newer], [])
+    assert not path.exists()

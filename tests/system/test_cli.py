@@ -21,7 +21,8 @@ from support.shards import data_offset, flip_bit, write_stage_shard
 from ckpt_service import __version__
 from trainer_hooks import Checkpointer
 
-READING = ["status", "ls", "latest", "verify"]
+READING = [["status"], ["ls"], ["latest"], ["verify"], ["show", "2"], ["wait"], ["wait", "2"], ["logs"]]
+READING += [["prune", "--keep", "1", "--dry-run"]]
 
 CHECKPOINT = {"kind", "attempt", "sequence", "epoch", "step"}
 REFERENCE = {"attempt", "sequence", "epoch", "step"}
@@ -189,10 +190,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("verb", READING)
-def test_an_unknown_root_is_named(tmp_path: Path, verb: str) -> None:
+@pytest.mark.parametrize("verb", [*READING, ["drain"], ["stop"], ["pin", "2"], ["unpin", "2"], ["run"]])
+def test_an_unknown_root_is_named(tmp_path: Path, verb: list[str]) -> None:
     missing = tmp_path / "nowhere"
-    done = run(verb, str(missing))
+    done = run(*verb, str(missing))
     assert (done.returncode, done.stdout) == (2, "")
     assert str(missing) in done.stderr
     assert "Traceback" not in done.stderr
@@ -214,13 +215,14 @@ def test_usage_errors_and_the_version() -> None:
     assert run("no-such-verb").returncode == 2
     done = run("version")
     assert (done.returncode, done.stdout) == (0, f"ckpt-service {__version__} (protocol 1, format 1)\n")
+    assert run("--version").stdout == done.stdout
 
 
 @pytest.mark.parametrize("verb", READING)
-def test_a_reading_verb_answers_at_once(roots: Path, verb: str) -> None:
+def test_a_reading_verb_answers_at_once(roots: Path, verb: list[str]) -> None:
     def seconds() -> float:
         began = time.monotonic()
-        run(verb, str(roots / "complete"))
+        run(*verb, str(roots / "complete"))
         return time.monotonic() - began
 
     # 0.5 s is what we promise; as much again, and more tries, for a machine that is busy with other tests.
@@ -228,8 +230,8 @@ def test_a_reading_verb_answers_at_once(roots: Path, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", READING)
-def test_a_reading_verb_never_imports_torch(roots: Path, verb: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "ckpt_service", verb, str(roots / "complete")]
+def test_a_reading_verb_never_imports_torch(roots: Path, verb: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "ckpt_service", *verb, str(roots / "complete")]
     imported = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     assert "ckpt_service.scan" in imported
     assert not re.search(r"\b(torch|trainer_hooks|numpy)\b", imported)
@@ -362,7 +364,7 @@ def test_status_of_a_daemon_that_left(alive: RunDirectory) -> None:
     # Long after, the heartbeat is old; a daemon that said goodbye is still no trouble.
     host = document_of(alive, 0, CKPT_SERVICE_STALE_SECONDS="0.001")
     assert (host["daemon"]["state"], host["last_complete"]["step"]) == ("stopped", 4)
-    assert (host["run_id"] is None, host["writing"], host["pending"]) == (True, [], [])
+    assert (host["attempt"], host["writing"], host["pending"]) == (1, [], [])
 
 
 def test_status_of_a_daemon_that_was_killed(alive: RunDirectory) -> None:

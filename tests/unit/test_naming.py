@@ -314,3 +314,32 @@ def test_a_socket_has_a_short_name_of_its_own_for_each_run_directory_and_host() 
 def test_the_files_of_any_host_are_found_again(host: str) -> None:
     assert naming.parse_status_file(naming.status_file(host)) == host
     assert naming.parse_peers_file(naming.peers_file(host)) == host
+
+
+@pytest.mark.parametrize(
+    ("name", "postfix"),
+    [
+        (".ckpt_service", None),
+        (".ckpt_service_", None),
+        (".ckpt_service_a b", "a b"),
+        ("checkpoint_0", None),
+        ("checkpoint_x_0", "x"),
+        ("checkpoint_x_y_12", "x_y"),
+        ("checkpoint_x_", None),
+        ("lora_checkpoint_stage_0", None),
+    ],
+)
+def test_an_entry_of_a_root_names_its_postfix(name: str, postfix: str | None) -> None:
+    assert naming.postfix_of(name) == postfix
+
+
+def test_lora_directories_come_back() -> None:
+    assert naming.parse_lora_directory(naming.lora_directory(3, None)) == ("lora_checkpoint", 3)
+    assert naming.parse_lora_directory(naming.lora_directory(0, "a_stage_1")) == ("a_stage_1", 0)
+    for name in ("lora_checkpoint_stage_", "lora_checkpoint_stage_01", "_stage", "checkpoint_0"):
+        assert naming.parse_lora_directory(name) is None
+
+
+def test_logs_come_back() -> None:
+    assert naming.parse_daemon_log(naming.daemon_log("n12")) == "n12"
+    assert naming.parse_daemon_log(naming.set_aside_log("n12")) is None

@@ -195,6 +195,7 @@ FROM_TRAINERS: list[dict[str, Any]] = [
     {"type": "peers", "ranks": [{"stage": 0, "tp_rank": 1, "holds": [[4, 12], [4, 13]]}]},
     {"type": "lost", "manifest": MANIFEST, "skipped": False, "message": "no", "code": "EIO", "hint": None},
     {"type": "blocked", "seconds": 0.5},
+    {"type": "leave", "patient": True},
     {"type": "goodbye"},
 ]
 FROM_DAEMONS: list[dict[str, Any]] = [
@@ -213,6 +214,7 @@ FROM_DAEMONS: list[dict[str, Any]] = [
     },
     {"type": "parked", "snapshot_id": "4-13-0-1", "ok": False},
     {"type": "settled", "pending": 1, "bytes_done": 4096},
+    {"type": "left", "lost": ["step 3 was not written"]},
 ]
 MESSAGES = [(client_messages, values) for values in FROM_TRAINERS] + [(daemon_messages, v) for v in FROM_DAEMONS]
 
