@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+WAYS_OUT = "use fewer slots, save a smaller state, or give it more memory"
 _UNLIMITED_BYTES = 1 << 60  # version 1 has no word for "no limit", only a number near 2**63
 
 
@@ -35,7 +36,7 @@ def shortage(needed_bytes: int, available: Room | None) -> str | None:
         return None
     return (
         f"{gigabytes(needed_bytes)} are needed, and {gigabytes(available.bytes)} can be had ({available.bound}): "
-        "use fewer slots, save a smaller state, or give it more memory"
+        f"{WAYS_OUT}"
     )
 
 

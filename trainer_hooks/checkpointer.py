@@ -162,6 +162,7 @@ class Checkpointer:
         Raises:
             ValueError: the named checkpoint is not there.
             NoUsableCheckpoint: there are checkpoints, and all are damaged.
+            NewerFormat: the newest was saved by a newer release, and none is named.
             UntrustedClass: the checkpoint holds an object of a class that ``trust`` does not name.
             LayoutMismatch: they were saved with another pp or tp.
             StateMismatch: on some rank the checkpoint does not fit what is tracked.

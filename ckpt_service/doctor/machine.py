@@ -6,7 +6,7 @@ import re
 
 from ckpt_service.doctor.facts import Facts, Machine, Run
 from ckpt_service.doctor.findings import Finding, fail, ok, warn
-from ckpt_service.memory import gigabytes, shortage
+from ckpt_service.memory import WAYS_OUT, gigabytes, shortage
 
 _OLDEST_TORCH = (2, 6)
 _FEW_SHM_BYTES = 64 << 20
@@ -85,11 +85,10 @@ def _memory(machine: Machine, run: Run) -> Finding:
     what = f"{run.slots} slots for {len(newest.here)} shards like step {newest.step} take {gigabytes(need)}"
     if run.run_lock is not None:
         return ok("memory", f"{free}; {what}, and a live run has taken them already")
-    if (lack := shortage(need, room)) is not None:
-        fix = "use fewer slots, save a smaller state, or give it more memory"
+    if shortage(need, room) is not None:
         if newest.known:
-            return fail("memory", f"{what}: {lack.partition(': ')[0]}", fix)
-        return warn("memory", f"{free}; {what}, if this host writes all of them", fix)
+            return fail("memory", f"{free}, and {what}", WAYS_OUT)
+        return warn("memory", f"{free}, and {what}, if this host writes all of them", WAYS_OUT)
     if need + max(newest.here, default=0) > room.bytes:
         return warn("memory", f"{free}; {what}: too little for one more if the state grows", "leave room for one image")
     return ok("memory", f"{free}; {what}")

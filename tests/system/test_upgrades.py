@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import PRELUDE, RunDirectory, Trainer, wait_for
+from support.processes import PRELUDE, RANKS, RunDirectory, Trainer, daemons_of, wait_for
 from support.shards import write_attempt, write_shard
 
 import ckpt_service
 from ckpt_service import __version__
-from ckpt_service.ownership import host_name
+from ckpt_service.ownership import host_name, pid_start
 
 REPOSITORY = Path(ckpt_service.__file__).parents[1]
 SLOWLY = {"CKPT_SERVICE_RATE_LIMIT_BYTES_PER_SECOND": str(16 << 20), "CKPT_SERVICE_CHUNK_BYTES": str(1 << 20)}
@@ -73,6 +73,25 @@ def test_an_older_daemon_finishes_and_gives_way_to_that_of_a_newer_trainer(
     assert daemon.pid != lingering.pid
     new.hears("end")
     new.ends()
+
+
+def test_all_ranks_of_a_newer_start_meet_one_daemon_of_their_own(run: RunDirectory, newer_release: Path) -> None:
+    old = run.trainer(SAVES + "say('ready')\nhear('end')\n")
+    old.says("ready")
+    lingering = run.daemon()
+    old.kill()
+    body = RANKS + "checkpointer = Checkpointer(root, topology=place)\nsay('ready')\nhear('end')\n"
+    start = {"CKPT_SERVICE_LAUNCH": "newer", "WORLD_SIZE": "2", "PP": "1", "TP": "2"}
+    ranks = [trainer_of(newer_release, run, body, **start, RANK=str(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.says("ready")
+    assert run.daemon().protocol == 2
+    assert pid_start(lingering.pid) != lingering.pid_start
+    assert daemons_of(run.root) == [run.daemon().pid]
+    for rank in ranks:
+        rank.hears("end")
+    for rank in ranks:
+        rank.ends()
 
 
 def test_an_older_trainer_is_refused_by_a_newer_daemon_naming_both_and_what_to_do(
