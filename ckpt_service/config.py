@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,6 +15,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "CKPT_SERVICE_"
+_OTHERS = {f"{PREFIX}HOST", f"{PREFIX}LAUNCH"}  # not settings: what differs between hosts, and between starts
 
 
 class ServiceConfig(BaseModel):
@@ -60,7 +62,27 @@ def load_config(
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            raise ValueError(f"{origin[key]}: there is no such setting{_meant(key)}") from error
         raise ValueError(f"{origin.get(key, key)}={values.get(key)!r}: {first['msg']}") from error
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that looks like a setting and is none; else a typo goes unnoticed."""
+    known = {f"{PREFIX}{key.upper()}" for key in ServiceConfig.model_fields} | _OTHERS
+    unknown = (name for name in sorted(environ) if name.startswith(PREFIX) and name not in known)
+    return [
+        f"{name} is not a setting" + _meant(name.removeprefix(PREFIX).lower(), lambda key: f"{PREFIX}{key.upper()}")
+        for name in unknown
+        if not name.startswith(f"{PREFIX}TEST_")
+    ]
+
+
+def _meant(key: str, spelled: Callable[[str], str] = str) -> str:
+    """Return the end of a sentence that names the setting that was probably meant; nothing if none is near."""
+    return "".join(
+        f"; did you mean {spelled(close)}?" for close in get_close_matches(key, ServiceConfig.model_fields, 1)
+    )
 
 
 def _parse(file: bytes | None) -> dict[str, Any]:

@@ -226,6 +226,8 @@ def socket_name(root: str, postfix: str | None, host: str) -> str:
 
 def check_postfix(postfix: str | None) -> str | None:
     """Return ``postfix`` with ``""`` as None; raise ``ValueError`` if it cannot be part of a file name."""
+    if postfix is not None and not isinstance(postfix, str):
+        raise ValueError(f"postfix={postfix!r}: it must be text")
     if not postfix:
         return None
     if "/" in postfix or "\0" in postfix or re.fullmatch("[0-9]+", postfix):

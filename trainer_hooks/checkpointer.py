@@ -83,6 +83,12 @@ class Checkpointer:
         _one_of("staging", staging, ("overlap", "blocking"))
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ValueError(f"slots={slots!r}: it must be a whole number of at least 1")
+        _instance("topology", topology, Topology)
+        _instance("retention", retention, RetentionPolicy)
+        if not isinstance(async_ckpt, bool):
+            raise ValueError(f"async_ckpt={async_ckpt!r}: it must be True or False")
+        if on_committed is not None and not callable(on_committed):
+            raise ValueError(f"on_committed={on_committed!r}: it must be a function that takes a ticket")
         postfix = naming.check_postfix(postfix)
         policy = retention or RetentionPolicy(keep_last)
         place = topology or Topology()
@@ -303,3 +309,8 @@ class Checkpointer:
 def _one_of(option: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{option}={value!r}: it must be one of {', '.join(map(repr, known))}")
+
+
+def _instance(option: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{option}={value!r}: it must be a {kind.__name__}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from ckpt_service import __version__, naming, ownership
-from ckpt_service.config import ServiceConfig, load_config
+from ckpt_service.config import ServiceConfig, load_config, unknown_variables
 from ckpt_service.errors import CkptError, RunDirectoryBusy, from_os_error
 from ckpt_service.ownership import RunLock
 from ckpt_service.records import Attempt, Hello, OnFull, Origin, TopologyRecord
@@ -241,8 +242,10 @@ def absolute_root(root: str | os.PathLike[str]) -> str:
     """Return the root as an absolute path without links.
 
     Raises:
-        ValueError: its path is not text.
+        ValueError: it is no path, or one that is not text.
     """
+    if not isinstance(root, (str, os.PathLike)):
+        raise ValueError(f"root={root!r}: it must be a path")
     path = os.path.realpath(os.fspath(root))
     try:
         path.encode()
@@ -272,6 +275,8 @@ def settings(environ: Mapping[str, str]) -> tuple[ServiceConfig, ValueError | No
 
     A mistake on one host must not keep its ranks from meeting the others, who would wait for them.
     """
+    for message in unknown_variables(environ):
+        warnings.warn(message, stacklevel=3)
     try:
         return load_config(environ), None
     except ValueError as error:

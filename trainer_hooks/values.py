@@ -83,10 +83,12 @@ class Allowed:
     """The names that may stand in a pickle, and what they mean."""
 
     def __init__(self, trust: Iterable[type] = ()) -> None:
-        self._trusted = {_name(cls): cls for cls in trust}
-        for name, cls in self._trusted.items():
-            if not isinstance(cls, type) or "<locals>" in name:
-                raise ValueError(f"trust={name}: it must hold classes that can be imported by their name")
+        self._trusted: dict[str, type] = {}
+        for cls in trust:
+            if not isinstance(cls, type) or "<locals>" in _name(cls):
+                shown = _name(cls) if isinstance(cls, type) else repr(cls)
+                raise ValueError(f"trust={shown}: it must hold classes that can be imported by their name")
+            self._trusted[_name(cls)] = cls
 
     def find(self, module: str, name: str) -> Any | None:
         """Return what ``module.name`` stands for, or None if it may not be named."""

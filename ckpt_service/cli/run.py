@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from ckpt_service import naming, ownership
-from ckpt_service.cli.common import Postfix, checked_postfix
-from ckpt_service.config import ServiceConfig, load_config
+from ckpt_service.cli.common import Postfix, checked_postfix, complain
+from ckpt_service.config import ServiceConfig, load_config, unknown_variables
 from ckpt_service.storage import make_directories
 
 
@@ -43,6 +43,8 @@ def run(
         return daemon.serve(root, postfix, settings, os.environ, socket=socket, stays=stays, ready=ready)
 
     if not detach:
+        for message in unknown_variables(os.environ):
+            complain(message)
         _say_settings(settings)
         daemon.leave(serve(lambda: None, stays=True))
     service = ownership.service_path(root, postfix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -479,3 +480,41 @@ def test_the_shell_is_given_its_completion() -> None:
     done = subprocess.run([program, "--show-completion", "bash"], capture_output=True, text=True, check=True)
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
     assert "complete -o default -F" in done.stdout
+
+
+def test_status_is_watched_until_the_daemon_has_left(run: RunDirectory) -> None:
+    trainer = run.trainer(
+        """
+        checkpointer = Checkpointer(root)
+        checkpointer.save(1, state=state(1, megabytes=1)).wait_committed(60)
+        say("saved")
+        hear("end")
+        checkpointer.close()
+        """
+    )
+    trainer.says("saved")
+    terminal, other_end = os.openpty()
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "ckpt_service", "status", "--watch", str(run.root)],
+        stdout=other_end,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+    )
+    os.close(other_end)
+    seen = b""
+    while seen.count(b"seen at ") < 2:  # it is shown again and again
+        seen += os.read(terminal, 65536)
+    assert b"last complete: step 1 epoch 0" in seen
+    trainer.hears("end")
+    trainer.ends()
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed is an error
+        while more := os.read(terminal, 65536):
+            seen += more
+    os.close(terminal)
+    assert watching.wait(30) == 0
+    assert b": stopped (pid " in seen.rpartition(b"seen at ")[2]
+
+
+def test_status_is_watched_by_people_only(saved: Path) -> None:
+    done = cli("status", "--watch", "--json", str(saved))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ckpt-service: --watch: it is for people")

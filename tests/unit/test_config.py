@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ckpt_service.config import PREFIX, ServiceConfig, load_config
+from ckpt_service.config import PREFIX, ServiceConfig, load_config, unknown_variables
 
 
 def test_the_defaults_are_those_of_the_manual() -> None:
@@ -68,9 +68,9 @@ def test_other_variables_of_ours_and_of_others_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("environ", "file", "flags", "where"),
     [
-        ({}, b"stall_second = 1", {}, "file stall_second=1"),
-        ({}, b"[waits]\nstall_seconds = 1", {}, "file waits="),
-        ({}, None, {"verbose": True}, "flag verbose=True"),
+        ({}, b"stall_second = 1", {}, "file stall_second: there is no such setting; did you mean stall_seconds\\?"),
+        ({}, b"[waits]\nstall_seconds = 1", {}, "file waits: there is no such setting$"),
+        ({}, None, {"verbose": True}, "flag verbose: there is no such setting$"),
         ({}, b"stall_seconds = 0", {}, "file stall_seconds=0: .*greater than 0"),
         ({}, b"stall_seconds = 'soon'", {}, "file stall_seconds='soon'"),
         ({"CKPT_SERVICE_STALL_SECONDS": "-1"}, b"stall_seconds = 1", {}, "CKPT_SERVICE_STALL_SECONDS='-1'"),
@@ -104,6 +104,15 @@ def test_whatever_is_given_the_answer_is_settings_or_a_value_error(file: bytes, 
     except ValueError:
         return
     assert isinstance(config, ServiceConfig)
+
+
+def test_a_variable_that_is_no_setting_is_named_with_the_one_that_was_meant() -> None:
+    known = {"CKPT_SERVICE_HOST": "n12", "CKPT_SERVICE_STALL_SECONDS": "1", "CKPT_SERVICE_TEST_REQUIRE_ALL": "1"}
+    assert unknown_variables(known) == []
+    assert unknown_variables({**known, "CKPT_SERVICE_STAL_SECONDS": "1", "CKPT_SERVICE_ZZZ": "", "OTHER": ""}) == [
+        "CKPT_SERVICE_STAL_SECONDS is not a setting; did you mean CKPT_SERVICE_STALL_SECONDS?",
+        "CKPT_SERVICE_ZZZ is not a setting",
+    ]
 
 
 def test_settings_do_not_change() -> None:
