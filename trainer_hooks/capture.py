@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -20,6 +21,7 @@ from trainer_hooks.layout import Plan, StorageSpan
 from trainer_hooks.slots import Slot
 
 _SMALL = {image.VERSION: b"3\n"}
+_PICKLE_ROOM_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -30,27 +32,62 @@ class Blueprint:
     layout: Layout
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """All that a layout depends on, in bytes: storages in pickle order, pickle, sharding record, replicas by rank."""
+
+    storages: tuple[int, ...]
+    pickle: int
+    sharding: int
+    replicas: tuple[tuple[int, int], ...]
+
+
 def blueprint(plan: Plan, replicas: Mapping[int, bytes] | None = None) -> Blueprint:
-    """Lay out the image of a plan: manifest, storages in pickle order, the pickle, how tensors are split, replicas,
-    torch's small records.
+    """Lay out the image of a plan; as long as the structure of a state stays, so does its layout (the same object).
 
     ``replicas`` are the images that other data-parallel replicas contribute, by their rank. Where the storages lie does
     not depend on them, so they may come later than the copy.
     """
-    sizes = [RecordSize(image.MANIFEST, image.manifest_capacity())]
-    sizes += [RecordSize(f"data/{span.key}", span.nbytes, aligned=True) for span in plan.spans]
-    sizes += [RecordSize(image.PICKLE, len(plan.pickled)), RecordSize(image.BYTEORDER, len(sys.byteorder))]
-    if plan.sharding:
-        sizes += [RecordSize(image.SHARDING, len(plan.sharding))]
-    sizes += [RecordSize(image.replica(rank), len(content)) for rank, content in sorted((replicas or {}).items())]
-    sizes += [RecordSize(image.VERSION, len(_SMALL[image.VERSION])), RecordSize(image.SERIALIZATION_ID, 40)]
-    return Blueprint(plan, image.lay_out(sizes))
+    contributed = tuple((rank, len(content)) for rank, content in sorted((replicas or {}).items()))
+    storages = tuple(span.nbytes for span in plan.spans)
+    return Blueprint(plan, _lay_out(_Sizes(storages, _with_room(plan.pickled), len(plan.sharding), contributed)))
+
+
+def _with_room(pickled: bytes) -> int:
+    """Return the size of the pickle's record: numbers in it take more or fewer bytes from save to save."""
+    return len(pickled) + -len(pickled) % _PICKLE_ROOM_BYTES
+
+
+@lru_cache(maxsize=4)
+def _lay_out(sizes: _Sizes) -> Layout:
+    """Manifest, storages in pickle order, the pickle, how tensors are split, replicas, torch's small records."""
+    records = [RecordSize(image.MANIFEST, image.manifest_capacity())]
+    records += [RecordSize(f"data/{key}", nbytes, aligned=True) for key, nbytes in enumerate(sizes.storages)]
+    records += [RecordSize(image.PICKLE, sizes.pickle), RecordSize(image.BYTEORDER, len(sys.byteorder))]
+    if sizes.sharding:
+        records += [RecordSize(image.SHARDING, sizes.sharding)]
+    records += [RecordSize(image.replica(rank), nbytes) for rank, nbytes in sizes.replicas]
+    records += [RecordSize(image.VERSION, len(_SMALL[image.VERSION])), RecordSize(image.SERIALIZATION_ID, 40)]
+    return image.lay_out(records)
 
 
 def stage(blueprint: Blueprint, slot: Slot) -> None:
     """Copy every storage to its place in the slot. When this returns, the live state may change."""
-    view = memoryview(slot.mapping)
-    _copy(blueprint.plan.spans, blueprint.layout, view)
+    layout, spans = blueprint.layout, blueprint.plan.spans
+    if slot.structure is not layout:
+        slot.structure = None  # what stands around the storages of another layout is about to be overwritten
+    if slot.places is None or slot.places[0] is not layout:
+        slot.places = (layout, _places(layout, len(spans), slot))
+    sources = [_bytes_of(span) for span in spans if span.nbytes]
+    if sources:
+        with torch.no_grad():
+            torch._foreach_copy_(slot.places[1], sources)
+
+
+def _places(layout: Layout, count: int, slot: Slot) -> list[torch.Tensor]:
+    """Return where the storages go: behind the manifest they come first, in the order of their keys."""
+    whole = torch.frombuffer(slot.mapping, dtype=torch.uint8)
+    return [whole[record.offset : record.end] for record in layout.records[1 : 1 + count] if record.nbytes]
 
 
 def finish(
@@ -66,11 +103,13 @@ def finish(
     layout, plan = blueprint.layout, blueprint.plan
     assert manifest.bytes == layout.nbytes <= slot.nbytes
     view = memoryview(slot.mapping)[: layout.nbytes]
-    for position, content in image.structure(layout):
-        view[position : position + len(content)] = content
+    if slot.structure is not layout:
+        for position, content in image.structure(layout):
+            view[position : position + len(content)] = content
+        slot.structure = layout
     small = {
         image.MANIFEST: _padded(manifest),
-        image.PICKLE: plan.pickled,
+        image.PICKLE: plan.pickled.ljust(_with_room(plan.pickled), b"\0"),  # unpicklers end at the STOP before it
         image.BYTEORDER: sys.byteorder.encode(),
         image.SERIALIZATION_ID: str(secrets.randbelow(10**40)).zfill(40).encode(),
         **({image.SHARDING: plan.sharding} if plan.sharding else {}),
@@ -97,17 +136,6 @@ def _padded(manifest: ShardManifest) -> bytes:
     if len(content) > capacity:
         raise ValueError(f"user: the manifest would take {len(content)} bytes, and there is room for {capacity}")
     return content.ljust(capacity)
-
-
-def _copy(spans: tuple[StorageSpan, ...], layout: Layout, view: memoryview) -> None:
-    """Copy all spans to their places, those of one device together."""
-    target = torch.frombuffer(view, dtype=torch.uint8)
-    records = layout.records[1:]  # behind the manifest the storages come first, in the order of their keys
-    with torch.no_grad():
-        for span, record in zip(spans, records, strict=False):
-            assert record.nbytes == span.nbytes
-            if span.nbytes:
-                target[record.offset : record.end].copy_(_bytes_of(span))
 
 
 def _bytes_of(span: StorageSpan) -> torch.Tensor:

@@ -14,10 +14,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from ckpt_service import memory
 from ckpt_service.errors import SaveFailed, from_os_error
+from ckpt_service.image import Layout
 from ckpt_service.memory import Room
 
 _ROUND_BYTES = 2 << 20
@@ -25,11 +28,17 @@ _ROUND_BYTES = 2 << 20
 
 @dataclass(eq=False)
 class Slot:
-    """Sealed memory of ``nbytes`` bytes; ``fd`` can be handed to the daemon."""
+    """Sealed memory of ``nbytes`` bytes; ``fd`` can be handed to the daemon.
+
+    What the last snapshot has left in it, for the next one of the same layout: ``structure`` is the layout whose
+    headers and directory stand there, ``places`` are the views that its storages are copied to.
+    """
 
     fd: int
     nbytes: int
     mapping: mmap.mmap
+    structure: Layout | None = field(default=None, repr=False)
+    places: tuple[Layout, list[torch.Tensor]] | None = field(default=None, repr=False)
 
     @classmethod
     def create(cls, nbytes: int) -> Slot:
@@ -48,6 +57,7 @@ class Slot:
 
     def close(self) -> None:
         """Give the memory back."""
+        self.places = None
         with contextlib.suppress(BufferError):  # the traceback of an error still looks at it; it goes with that
             self.mapping.close()
         os.close(self.fd)

@@ -17,7 +17,7 @@ from support.states import assert_same, bits, load, manifest_of, save, saved_by_
 
 from ckpt_service import image
 from ckpt_service.errors import StateRefused
-from trainer_hooks.capture import blueprint, capture
+from trainer_hooks.capture import blueprint, capture, stage
 from trainer_hooks.layout import plan
 from trainer_hooks.slots import Slot
 from trainer_hooks.values import Allowed
@@ -373,17 +373,51 @@ def test_the_image_shares_nothing_with_the_live_state() -> None:
     slot.close()
 
 
+def image_in(slot: Slot, state: dict[str, torch.Tensor]) -> bytes:
+    drawn = blueprint(plan(state, Allowed()))
+    made = capture(drawn, manifest_of(drawn), slot)
+    record = made.layout.find(image.SERIALIZATION_ID)
+    assert record is not None
+    made.view[record.offset : record.end] = bytes(record.nbytes)  # random in each
+    content = bytes(made.view)
+    made.view.release()
+    return content
+
+
 def test_a_slot_that_was_used_before_does_not_show_through() -> None:
-    drawn = blueprint(plan({"a": torch.ones(5), "b": torch.arange(3000)}, Allowed()))
-    slot = Slot.create(drawn.layout.nbytes)
-    images = []
-    for garbage in (b"\x00", b"\xff"):
-        slot.mapping[:] = garbage * slot.nbytes
-        made = capture(drawn, manifest_of(drawn), slot)
-        record = made.layout.find(image.SERIALIZATION_ID)
-        assert record is not None
-        made.view[record.offset : record.end] = bytes(record.nbytes)  # random in each
-        images.append(bytes(made.view))
-        made.view.release()
+    one = {"a": torch.ones(5), "b": torch.arange(3000)}
+    other = {"a": torch.full((9000,), -1.0), "b": torch.full((7,), -1), "c": torch.full((500,), -1)}
+    fresh = {}
+    for name, state in (("one", one), ("other", other)):
+        slot = Slot.create(1 << 20)
+        fresh[name] = image_in(slot, state)
+        slot.close()
+    slot = Slot.create(1 << 20)
+    slot.mapping[:] = b"\xff" * slot.nbytes
+    for name, state in (("one", one), ("one", one), ("other", other), ("one", one)):
+        assert image_in(slot, state) == fresh[name]
     slot.close()
-    assert images[0] == images[1]
+
+
+def test_a_layout_whose_copy_failed_is_written_whole_the_next_time() -> None:
+    one = {"a": torch.ones(5), "b": torch.arange(3000)}
+    slot = Slot.create(1 << 20)
+    before = image_in(slot, one)
+    large = blueprint(plan({"a": torch.full((9000,), -1.0)}, Allowed()))
+    stage(large, slot)  # and then the save fails: nothing stands around its storages
+    assert image_in(slot, one) == before
+    slot.close()
+
+
+def test_a_state_of_the_same_structure_is_laid_out_once() -> None:
+    drawn = [
+        blueprint(plan({"step": step, "a": torch.full((5,), float(step))}, Allowed())) for step in (1, 300, 70_000)
+    ]
+    assert drawn[0].layout is drawn[1].layout is drawn[2].layout
+    slot = Slot.create(1 << 20)
+    written = []
+    for each in drawn:
+        capture(each, manifest_of(each), slot).view.release()
+        written.append((slot.structure, slot.places and id(slot.places[1])))
+    assert written == [written[0]] * 3, "headers, directory and views are made once"
+    slot.close()
