@@ -83,6 +83,10 @@ class SnapshotSuperseded(SaveFailed):
     """A snapshot gave way to a newer one before its write started."""
 
 
+class SnapshotDisturbed(SaveFailed):
+    """Something was changed between ``save()`` and the next optimizer step, while it was being copied."""
+
+
 class StateRefused(CkptError, ValueError):
     """The state holds something that cannot be saved, or could not be loaded again; names the key path."""
 

@@ -71,17 +71,27 @@ def _lay_out(sizes: _Sizes) -> Layout:
     return image.lay_out(records)
 
 
-def stage(blueprint: Blueprint, slot: Slot) -> None:
-    """Copy every storage to its place in the slot. When this returns, the live state may change."""
-    layout, spans = blueprint.layout, blueprint.plan.spans
+def stage(blueprint: Blueprint, slot: Slot, later: frozenset[int] = frozenset()) -> list[tuple[StorageSpan, int]]:
+    """Copy every storage to its place in the slot, but those whose handle is among ``later``.
+
+    Returns the spans that were not copied, each with the address that it has to go to.
+    """
+    layout, spans = blueprint.layout, [span for span in blueprint.plan.spans if span.nbytes]
     if slot.structure is not layout:
         slot.structure = None  # what stands around the storages of another layout is about to be overwritten
     if slot.places is None or slot.places[0] is not layout:
-        slot.places = (layout, _places(layout, len(spans), slot))
-    sources = [_bytes_of(span) for span in spans if span.nbytes]
+        slot.places = (layout, _places(layout, len(blueprint.plan.spans), slot))
+    sources, targets, left = [], [], []
+    for span, place in zip(spans, slot.places[1], strict=True):
+        if span.storage._cdata in later:
+            left.append((span, place.data_ptr()))
+        else:
+            sources.append(_bytes_of(span))
+            targets.append(place)
     if sources:
         with torch.no_grad():
-            torch._foreach_copy_(slot.places[1], sources)
+            torch._foreach_copy_(targets, sources)
+    return left
 
 
 def _places(layout: Layout, count: int, slot: Slot) -> list[torch.Tensor]:

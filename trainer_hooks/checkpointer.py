@@ -19,6 +19,7 @@ from ckpt_service.retention import RetentionPolicy
 from trainer_hooks.callbacks import Announcer, OnCommitted
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.launch import Service
+from trainer_hooks.overlap import StepGate
 from trainer_hooks.peers import PeerNews
 from trainer_hooks.restoring import Restorer
 from trainer_hooks.resume import ResumePoint
@@ -50,7 +51,9 @@ class Checkpointer:
         on_full: what ``save`` does when all slots are taken. "block" waits for the disk; "skip" drops the new snapshot;
             "replace" drops the oldest one whose write has not begun. Both drop it on all ranks or on none, for which
             ``save`` becomes collective on the ranks that write.
-        staging: "overlap" or "blocking". Both copy the state before ``save`` returns in this release.
+        staging: "overlap" lets ``save`` return before the parameters and moments of tracked optimizers are copied; the
+            next ``optimizer.step()`` waits for that, and whatever else changes them has to call
+            ``ticket.wait_staged()`` first (CUDA tensors are copied at once). "blocking" copies all before it returns.
         service: "auto" finds or starts this user's daemon for the run directory; a path is the socket of another one.
         trust: classes, beyond plain values, that a state may hold.
         on_committed: called with the ticket of each save whose file has become durable, on a thread of its own in this
@@ -93,6 +96,7 @@ class Checkpointer:
         policy = retention or RetentionPolicy(keep_last)
         place = topology or Topology()
         config, problem = settings(os.environ)
+        self._asynchronous = async_ckpt
         self._closed = False
         self._pid = os.getpid()
         self._tracked = Tracked()
@@ -112,7 +116,9 @@ class Checkpointer:
                 client.close()
             self._run.end()
             raise
-        self._saves = Saves(self._run, self._saver, self._tracked, allowed)
+        overlaps = staging == "overlap" and client is not None
+        self._gate = StepGate(config.stall_seconds, self._prepare, overlaps=overlaps)
+        self._saves = Saves(self._run, self._saver, self._tracked, allowed, self._gate)
         self._restorer = Restorer(self._run, self._saver, self._saves, self._tracked, allowed)
         self._announcer = Announcer(on_committed) if on_committed is not None else None
         atexit.register(self._at_exit)
@@ -128,6 +134,7 @@ class Checkpointer:
         for name, thing in stateful.items():
             if thing is not None:
                 self._tracked.add(name, thing)
+                self._gate.watch(name, thing)
         slots = self._run.slots
         lack = memory.shortage(slots * self._tracked.known_bytes(), memory.room())
         if lack is not None and self._run.topology.is_writer:
@@ -218,6 +225,7 @@ class Checkpointer:
         finally:
             self._closed = True
             atexit.unregister(self._at_exit)
+            self._gate.close()
             self._saver.close()
             self._run.end()
             self._end_callbacks()
@@ -277,6 +285,11 @@ class Checkpointer:
             for failure in self._announcer.new_failures():
                 warnings.warn(failure, stacklevel=3)
         return ticket
+
+    def _prepare(self) -> None:
+        """Have the memory ready before the first save, as soon as one can tell how much it will be."""
+        if self._run.topology.is_writer and self._asynchronous:
+            self._saver.prepare(self._tracked.image_bytes())
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

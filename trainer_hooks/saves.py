@@ -18,6 +18,7 @@ from ckpt_service.naming import Kind
 from ckpt_service.records import ShardManifest
 from trainer_hooks import layout, replicas
 from trainer_hooks.capture import blueprint
+from trainer_hooks.overlap import StepGate
 from trainer_hooks.saving import Saver, Target
 from trainer_hooks.start import Run, utc_now
 from trainer_hooks.tickets import SaveTicket
@@ -41,7 +42,7 @@ class Saves:
     ``has_saved``: the present attempt has. ``has_resumed``: the user has looked at what lies in the run directory.
     """
 
-    def __init__(self, run: Run, saver: Saver, tracked: Tracked, allowed: Allowed) -> None:
+    def __init__(self, run: Run, saver: Saver, tracked: Tracked, allowed: Allowed, gate: StepGate) -> None:
         self.last: SaveTicket | None = None
         self.has_saved = False
         self.has_resumed = False
@@ -49,6 +50,7 @@ class Saves:
         self._saver = saver
         self._tracked = tracked
         self._allowed = allowed
+        self._gate = gate
         self._counts: dict[Kind, _Counts] = {}
 
     def begin_attempt(self) -> None:
@@ -109,11 +111,15 @@ class Saves:
         self, target: Target, manifest: ShardManifest, ticket: SaveTicket, state: Any, *, final: bool
     ) -> None:
         with_replicas = state is None and manifest.dp > 1
+        later = None
         if state is None:
             numbers = {"epoch": manifest.epoch, "step": manifest.step, "stage": manifest.stage}
             state = {**numbers, **self._tracked.collect()}
+            later = self._gate.later()
         plan = blueprint(layout.plan(state, self._allowed, self._run.topology))
-        self._saver.save(plan, manifest, target, ticket, with_replicas=with_replicas, final=final)
+        self._saver.save(plan, manifest, target, ticket, with_replicas=with_replicas, final=final, later=later)
+        if later is not None:
+            self._gate.hold(ticket)
 
     def _manifest(self, kind: Kind, counts: _Counts, step: int, epoch: int) -> ShardManifest:
         """Return the manifest of this save; its size and its count of tensors are filled in with the image."""

@@ -6,8 +6,10 @@ thread of its own, in the order of the saves. Nothing here raises into training 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 import time
 import warnings
 from collections import deque
@@ -29,10 +31,12 @@ from trainer_hooks.admission import Admission
 from trainer_hooks.capture import Blueprint
 from trainer_hooks.client import Pending, ServiceClient
 from trainer_hooks.group import Solo
+from trainer_hooks.overlap import BackgroundCopy, Later
 from trainer_hooks.slots import Slot, SlotPool
 from trainer_hooks.start import Run
 from trainer_hooks.tickets import SaveTicket
 
+_PATIENT_NICE = 10
 _NOTABLE_SECONDS = 0.01  # a slot that is free is had faster
 _RESERVE_BYTES = 256 << 10  # for what each other replica contributes
 
@@ -67,6 +71,7 @@ class Saver:
         self._run = run
         self._client = client
         self._pool = SlotPool(run.slots)
+        self._copier = ThreadPoolExecutor(1, "ckpt-copy")
         self._finisher = ThreadPoolExecutor(1, "ckpt-finish")
         self._finishing: set[Future[None]] = set()
         self._failures: deque[SaveFailed] = deque()
@@ -92,28 +97,58 @@ class Saver:
         *,
         with_replicas: bool,
         final: bool,
+        later: Later | None = None,
     ) -> None:
-        """Copy an admitted state and see to its delivery; the outcome goes to the ticket."""
+        """Copy an admitted state and see to its delivery; the outcome goes to the ticket.
+
+        What ``later`` names is copied on another thread; ``ticket.staged`` says when.
+        """
         manifest = manifest.model_copy(update={"tensors": plan.plan.tensors})
         try:
             slot = self._slot(plan, manifest, reserve=_RESERVE_BYTES * (manifest.dp - 1))
         except SaveFailed as error:
             self._lose(manifest, ticket, error)
             return
+        staged = _Staged(plan, manifest, target, slot, ticket, final)
+        work = self._finish if with_replicas else self._deliver
         try:
-            capture.stage(plan, slot)
+            left = capture.stage(plan, slot, later.handles if later else frozenset())
+            copy = BackgroundCopy(left, later) if later and left else None
         except BaseException:
             self._pool.give_back(slot)
             raise
+        if copy is not None:
+            self._spawn(self._copier, partial(self._carefully, partial(self._copied, copy, work), staged))
+            return
         ticket.staged.set_result(None)
-        staged = _Staged(plan, manifest, target, slot, ticket, final)
-        work = partial(self._carefully, self._finish if with_replicas else self._deliver, staged)
         if with_replicas and self._client is not None:
-            job = self._finisher.submit(work)
-            self._finishing.add(job)
-            job.add_done_callback(self._finishing.discard)
+            self._spawn(self._finisher, partial(self._carefully, work, staged))
         else:
-            work()
+            self._carefully(work, staged)
+
+    def _copied(self, copy: BackgroundCopy, work: Callable[[_Staged], None], staged: _Staged) -> None:
+        """On the copying thread: copy what was left, then go on as after a copy in ``save()``."""
+        copy.run()
+        staged.ticket.staged.set_result(None)
+        if work == self._finish:
+            self._spawn(self._finisher, partial(self._carefully, work, staged))
+        else:
+            work(staged)
+
+    def _spawn(self, executor: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        job = executor.submit(work)
+        self._finishing.add(job)
+        job.add_done_callback(self._finishing.discard)
+
+    def prepare(self, nbytes: int) -> None:
+        """Have the slots ready for snapshots of this size, on a thread that gives way to others."""
+
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PATIENT_NICE)
+            self._pool.prepare(nbytes + _RESERVE_BYTES * (self._run.topology.dp - 1))
+
+        threading.Thread(target=work, name="ckpt-prepare", daemon=True).start()
 
     def begin(self, hello: Hello) -> None:
         """Go on under another attempt; nothing may be pending."""
@@ -127,14 +162,18 @@ class Saver:
     def drain(self, timeout: float | None) -> None:
         """Wait until everything is committed or has failed; raises as :meth:`ServiceClient.wait_idle`."""
         began = time.monotonic()
-        if wait(set(self._finishing), timeout).not_done:
-            raise TimeoutError(f"not handed over after {timeout} s")
+        while jobs := set(self._finishing):  # one that copies is followed by one that finishes
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+            if wait(jobs, left).not_done:
+                raise TimeoutError(f"not handed over after {timeout} s")
+            self._finishing -= jobs
         if self._client is not None:
             left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
             self._client.wait_idle(left)
 
     def close(self) -> None:
         """End the threads and give the memory back."""
+        self._copier.shutdown()
         self._finisher.shutdown()
         self._run.part()
         if self._client is not None:
@@ -183,7 +222,8 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - no descriptors, no threads: a failed save never ends a training
             self._pool.give_back(staged.slot)
             step = staged.manifest.step
-            lost = SaveFailed(f"step {step} was not saved: {error}", op="save", step=step)
+            kind = type(error) if isinstance(error, SaveFailed) else SaveFailed
+            lost = kind(f"step {step} was not saved: {error}", op="save", step=step)
             self._lose(staged.manifest, staged.ticket, lost)
 
     # --- maybe on the finishing thread --------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ slots.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -24,6 +26,11 @@ from ckpt_service.image import Layout
 from ckpt_service.memory import Room
 
 _ROUND_BYTES = 2 << 20
+_TOUCH_BYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23  # madvise(2); not in Python's mmap module, whose madvise holds the interpreter besides
+_libc = ctypes.CDLL(None)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -55,6 +62,14 @@ class Slot:
         mapping.madvise(mmap.MADV_DONTFORK)  # a forked data-loader worker must not keep a whole state alive
         return cls(fd, size, mapping)
 
+    def touch(self) -> None:
+        """Have every page there, other threads going on meanwhile; without this the first copy pays for it."""
+        address = torch.frombuffer(self.mapping, dtype=torch.uint8).data_ptr()
+        for start in range(0, self.nbytes, _TOUCH_BYTES):
+            length = min(_TOUCH_BYTES, self.nbytes - start)
+            if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+                ctypes.memset(address + start, 0, length)  # before Linux 5.14
+
     def close(self) -> None:
         """Give the memory back."""
         self.places = None
@@ -73,10 +88,41 @@ class SlotPool:
     def __init__(self, count: int, room: Callable[[], Room | None] = memory.room) -> None:
         self.count = count
         self._room = room
+        self._preparing = 0
+        self._closed = False
         self._free: list[Slot] = []
         self._busy: list[Slot] = []
         self._changed = threading.Condition()
         _pools.add(self)
+
+    def prepare(self, nbytes: int) -> None:
+        """Have all slots there, of at least ``nbytes``, with every page of them touched: that is what takes time.
+
+        To be called on a thread of its own. Without enough memory nothing happens; the save says so.
+        """
+        while self._may_prepare(nbytes):
+            slot: Slot | None = None
+            try:
+                slot = Slot.create(nbytes)
+                slot.touch()
+            except OSError as error:
+                log.warning("a slot could not be made ready: %s", error)
+            with self._changed:
+                self._preparing -= 1
+                if slot is not None:
+                    self._free.append(slot)
+                self._changed.notify_all()
+                if slot is None or self._closed:
+                    break
+        if self._closed:
+            self.close()
+
+    def _may_prepare(self, nbytes: int) -> bool:
+        with self._changed:
+            missing = self.count - len(self._free) - len(self._busy) - self._preparing
+            may = missing > 0 and not self._closed and memory.shortage(nbytes, self._room()) is None
+            self._preparing += may
+            return may
 
     def take(self, nbytes: int, keep_waiting: Callable[[], bool]) -> Slot | None:
         """Return a slot of at least ``nbytes`` for the caller alone.
@@ -87,7 +133,7 @@ class SlotPool:
             SaveFailed: the memory could not be had.
         """
         with self._changed:
-            while len(self._busy) >= self.count:
+            while self._has_to_wait(nbytes):
                 if not keep_waiting():
                     return None
                 self._changed.wait(0.1)
@@ -113,9 +159,14 @@ class SlotPool:
     def close(self) -> None:
         """Give all memory back; no slot may be in use by this process any more."""
         with self._changed:
+            self._closed = True
             for slot in self._free + self._busy:
                 slot.close()
             self._free, self._busy = [], []
+
+    def _has_to_wait(self, nbytes: int) -> bool:
+        ready = any(slot.nbytes >= nbytes for slot in self._free)
+        return len(self._busy) >= self.count or (self._preparing > 0 and not ready)
 
     def _fitting(self, nbytes: int) -> Slot:
         fitting = min((slot for slot in self._free if slot.nbytes >= nbytes), key=lambda s: s.nbytes, default=None)
@@ -135,6 +186,7 @@ class SlotPool:
         for slot in self._free + self._busy:
             os.close(slot.fd)
         self._free, self._busy = [], []
+        self._preparing = 0
         self._changed = threading.Condition()
 
 

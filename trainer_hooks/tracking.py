@@ -20,6 +20,8 @@ from trainer_hooks.topology import Topology
 
 RNG = "rng_state"
 _KEYS = {"model": "stage_state_dict"}
+_BYTES_AROUND_A_TENSOR = 5000  # it begins at a page of its own, and has its names and a place in the pickle
+_BYTES_OF_VALUES = 1 << 20
 _RESERVED = frozenset({"stage"})
 
 
@@ -61,6 +63,11 @@ class Tracked:
     def known_bytes(self) -> int:
         """Return the size of what modules and optimizers hold by now, in bytes; their states will not be smaller."""
         return sum(_held_bytes(thing) for thing in self._objects.values())
+
+    def image_bytes(self) -> int:
+        """Return a size that a snapshot of what is held by now surely fits into, in bytes."""
+        count = sum(len(_held(thing)) for thing in self._objects.values())
+        return self.known_bytes() + count * _BYTES_AROUND_A_TENSOR + _BYTES_OF_VALUES
 
     def collect(self) -> dict[str, Any]:
         """Return the states by their keys in the file, and the state of the random number generators.
@@ -164,14 +171,18 @@ def _may_refuse(thing: Stateful) -> bool:
 
 
 def _held_bytes(thing: Stateful) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _held(thing))
+
+
+def _held(thing: Stateful) -> list[torch.Tensor]:
+    """Return the tensors that a module or an optimizer holds, each once; lazy ones have no size yet."""
     tensors: dict[int, torch.Tensor] = {}
     if isinstance(thing, torch.nn.Module):
         tensors = {id(tensor): tensor for tensor in (*thing.parameters(), *thing.buffers())}
     elif isinstance(thing, torch.optim.Optimizer):
         held = (value for state in thing.state.values() if isinstance(state, Mapping) for value in state.values())
         tensors = {id(value): value for value in held if isinstance(value, torch.Tensor)}
-    known = (tensor for tensor in tensors.values() if not torch.nn.parameter.is_lazy(tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in known)
+    return [tensor for tensor in tensors.values() if not torch.nn.parameter.is_lazy(tensor)]
 
 
 def rng_state() -> dict[str, Any]:

@@ -106,7 +106,7 @@ def test_it_lingers_for_a_trainer_that_was_lost_and_serves_the_next(run: RunDire
     first.says("started")
     pid = run.daemon().pid
     first.kill()
-    wait_for(lambda: (status := run.status()) and status.attempt is None, "the loss is noticed", 3)
+    wait_for(lambda: (status := run.status()) and status.queue.capacity == 0, "the loss is noticed", 3)
     assert is_alive(pid)
     second = run.trainer(WAITS)
     second.says("started")

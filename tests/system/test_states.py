@@ -187,15 +187,15 @@ with Checkpointer(root, topology=place) as checkpointer:
     wrapped = DistributedDataParallel(weighing(3.0))
     save(1, wrapped)
     save(2, weighing(4.0))
-    resume(1, weighing(0.0))
-    resume(1, DistributedDataParallel(weighing(0.0)))
     resume(2, DistributedDataParallel(weighing(0.0)))
+    resume(1, DistributedDataParallel(weighing(0.0)))
+    resume(1, weighing(0.0))
 """
     ranks = run.ranks(body, dp=2)
     path = Path(ranks.say("path")[0])
     assert set(torch.load(path, weights_only=True)["stage_state_dict"]) >= {"module.0.weight", "module.1.bias"}
     ranks.say("path")
-    assert ranks.say("has") == ["3.0", "3.0"]
-    assert ranks.say("has") == ["3.0", "3.0"]
     assert ranks.say("has") == ["4.0", "4.0"]
+    assert ranks.say("has") == ["3.0", "3.0"]
+    assert ranks.say("has") == ["3.0", "3.0"]
     ranks.end()
