@@ -230,6 +230,8 @@ def check_postfix(postfix: str | None) -> str | None:
         raise ValueError(f"postfix={postfix!r}: it must be text")
     if not postfix:
         return None
+    if any("\ud800" <= character <= "\udfff" for character in postfix):
+        raise ValueError(f"postfix={postfix!r}: it is not valid UTF-8")
     if "/" in postfix or "\0" in postfix or re.fullmatch("[0-9]+", postfix):
         raise ValueError(f"postfix={postfix!r}: it becomes part of a directory name: no '/', no NUL, not only digits")
     return postfix
