@@ -55,10 +55,20 @@ class SaveTicket:
             self.committed.set_result(path)
 
     def fail(self, error: Exception) -> None:
-        """Give ``error`` to every moment that has not come yet."""
+        """Give ``error`` to every moment that has not come yet.
+
+        It is kept without its tracebacks: their frames would keep the state alive that was to be saved.
+        """
+        _forget_frames(error)
         for future in (self.staged, self.accepted, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _result(future: Future[_T], timeout: float | None, late: str) -> _T:
