@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 import struct
 from collections.abc import AsyncIterator
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from ckpt_service._version import __version__
 from ckpt_service.errors import ProtocolError, ServiceUnavailable, from_os_error
 from ckpt_service.intake import close_all
+from ckpt_service.locate import has_listener
 from ckpt_service.records import PROTOCOL, Announcement, ClientMessage, Progress, client_messages
 from ckpt_service.wire import MAX_DESCRIPTORS, Decoder, Frame, encode
 
@@ -178,16 +180,17 @@ def _unreadable(body: bytes, error: ValidationError) -> ProtocolError:
     return ProtocolError(f"not a message of this protocol: {error}")
 
 
-def listen(path: str) -> socket.socket:
+def listen(path: str, *, ours: bool) -> socket.socket:
     """Return a listening Unix socket at ``path``, for this user only; a dead one of the same name is replaced.
 
+    ``ours``: the name belongs to this daemon alone, so that a socket there is replaced whoever listens at it.
+
     Raises:
-        ServiceUnavailable: it cannot be made there.
+        ServiceUnavailable: it cannot be made there, or the name is taken.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        _make_way(path, ours=ours)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(128)
@@ -195,4 +198,21 @@ def listen(path: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise from_os_error(error, op="listening", kind=ServiceUnavailable, path=path) from error
+    except ServiceUnavailable:
+        listener.close()
+        raise
     return listener
+
+
+def _make_way(path: str, *, ours: bool) -> None:
+    """Remove a dead socket, and nothing else: a path that somebody has typed may be that of anything."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise _taken(f"{path} is there and is not a socket", path)
+        if not ours and has_listener(path):
+            raise _taken(f"another program listens at {path}", path)
+        os.unlink(path)
+
+
+def _taken(reason: str, path: str) -> ServiceUnavailable:
+    return ServiceUnavailable(reason, op="listening", path=path, hint="remove it, or listen at another path")

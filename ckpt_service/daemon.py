@@ -9,13 +9,14 @@ import logging.handlers
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from ckpt_service import naming, ownership
 from ckpt_service.config import ServiceConfig
 from ckpt_service.connection import listen
-from ckpt_service.locate import socket_path
+from ckpt_service.locate import socket_path, status_beside, sweep
 from ckpt_service.server import Server, ServerPaths
 from ckpt_service.storage import make_directories
 
@@ -56,9 +57,11 @@ def serve(
     lock = ownership.DaemonLock(root, postfix, host)
     lock.acquire(where)
     try:
-        status = [os.path.join(service, naming.status_file(host)), f"{where.removesuffix('.sock')}.status.json"]
+        status = [os.path.join(service, naming.status_file(host)), status_beside(where)]
         server = Server(ServerPaths(root, postfix, host, where, status), config, stays=stays)
-        listener = listen(where)
+        listener = listen(where, ours=socket is None)
+        if socket is None:
+            _sweep(os.path.dirname(where), host)
         try:
             return asyncio.run(server.run(listener, ready))
         finally:
@@ -67,6 +70,16 @@ def serve(
                 os.unlink(status[1])
     finally:
         lock.release()
+
+
+def _sweep(directory: str, host: str) -> None:
+    try:
+        dead = sweep(directory, host, time.time())
+    except OSError as error:  # litter costs nothing but space
+        logging.warning("%s could not be swept: %s", directory, error)
+        return
+    if dead:
+        logging.info("removed the sockets of %d daemons that were killed", len(dead))
 
 
 def detach(log_path: str, run: Callable[[Callable[[], None]], int]) -> int:

@@ -8,6 +8,7 @@ looked at.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from ckpt_service import image, scan
-from ckpt_service.errors import CkptError, ProtocolError
+from ckpt_service.errors import CkptError, ProtocolError, from_os_error
 from ckpt_service.jobs import JobKey
 from ckpt_service.records import Offer
 from ckpt_service.storage import LocalDirectory
@@ -88,7 +89,7 @@ def take(offer: Offer, descriptors: list[int]) -> Held:
             raise
     except (OSError, CkptError) as error:
         os.close(directory)
-        raise ProtocolError(f"step {offer.manifest.step} is not what was offered: {error}", op="offer") from error
+        raise _refusal(offer, error) from error
     finally:
         os.close(memory)
     return Held(
@@ -99,6 +100,14 @@ def take(offer: Offer, descriptors: list[int]) -> Held:
         submitted_at=time.monotonic(),
         accepted_at=datetime.now(timezone.utc),
     )
+
+
+def _refusal(offer: Offer, error: OSError | CkptError) -> CkptError:
+    """Tell what is wrong with the offer from what this process lacks to take it."""
+    step = offer.manifest.step
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return from_os_error(error, op=f"taking step {step}", kind=ProtocolError)
+    return ProtocolError(f"step {step} is not what was offered: {error}", op="offer")
 
 
 def close_all(descriptors: list[int]) -> None:

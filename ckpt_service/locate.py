@@ -2,21 +2,27 @@
 
 A socket path may have 107 bytes, and a job's TMPDIR may be longer, so the first of several places that is short enough
 and ours alone is taken. Client and daemon come to the same answer in the same environment; in another one, the client
-finds the path in the status file.
+finds the path in the status file. A daemon that is killed leaves its socket behind; the next one that comes to the same
+directory removes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from ckpt_service import naming
 from ckpt_service.errors import ServiceUnavailable
+from ckpt_service.records import ServiceStatus
 
 _MAX_SOCKET_PATH_BYTES = 107
+_YOUNG_SECONDS = 60.0  # a socket that is so young may be one whose daemon does not listen yet
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ def socket_path(root: str, postfix: str | None, host: str, environ: Mapping[str,
             refused.append(f"{directory} is too long for a socket")
             continue
         try:
-            problem = _secure(directory)
+            problem = _secure(directory) or _in_the_way(path)
         except OSError as error:
             problem = f"{directory}: {error.strerror}"
         if problem is None:
@@ -78,6 +84,16 @@ def _as_it_is(directory: str) -> Place:
 def _strange(directory: str, found: os.stat_result) -> str | None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         return f"{directory} is not a directory of this user"
+    if not os.access(directory, os.W_OK | os.X_OK):  # its owner may write, and the filesystem is read-only
+        return f"{directory} is not writable"
+    return None
+
+
+def _in_the_way(path: str) -> str | None:
+    """Say what has the name of the socket, if that is no socket: it is not ours, and so it is not removed."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return f"{path} is there and is not a socket"
     return None
 
 
@@ -89,8 +105,10 @@ def _places(environ: Mapping[str, str]) -> Iterator[str]:
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and os.path.isdir(runtime):
         yield os.path.join(runtime, "ckpt-service")
-    for base in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/dev/shm")):
-        yield os.path.join(base, f"ckpt-service-{os.getuid()}")
+    # Not tempfile's answer: that depends on the working directory when there is no place for temporary files.
+    for base in dict.fromkeys((environ.get("TMPDIR", ""), "/tmp", "/var/tmp", "/dev/shm")):
+        if os.path.isabs(base):
+            yield os.path.join(base, f"ckpt-service-{os.getuid()}")
 
 
 def _secure(directory: str) -> str | None:
@@ -103,3 +121,50 @@ def _secure(directory: str) -> str | None:
         if found.st_mode & 0o077:
             os.chmod(directory, 0o700)
     return None
+
+
+def has_listener(path: str) -> bool:
+    """Whether a program listens at a socket; False where there is none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # it is there and cannot take one more just now
+    return True
+
+
+def sweep(directory: str, host: str, now: float) -> list[str]:
+    """Delete what killed daemons of this host have left in a directory of sockets; return the sockets.
+
+    ``now`` is the time of day in seconds. A directory for temporary files may be shared, and of a socket of another
+    host nobody can say here whether its daemon lives; whose it is says the copy of the status beside it.
+    """
+    dead = [path for path in _sockets(directory) if _is_dead(path, host, now)]
+    for path in dead:
+        for name in (path, status_beside(path)):
+            with contextlib.suppress(OSError):  # another daemon sweeps as well
+                os.unlink(name)
+    return dead
+
+
+def _sockets(directory: str) -> list[str]:
+    return [entry.path for entry in os.scandir(directory) if entry.name.endswith(".sock")]
+
+
+def _is_dead(path: str, host: str, now: float) -> bool:
+    try:
+        if now - os.lstat(path).st_mtime < _YOUNG_SECONDS:
+            return False
+        with open(status_beside(path), "rb") as file:
+            status = ServiceStatus.model_validate_json(file.read())
+    except (OSError, ValidationError):
+        return False
+    return status.host == host and not has_listener(path)
+
+
+def status_beside(socket_path: str) -> str:
+    """Return the path of the copy of the status that lies beside a socket."""
+    return f"{socket_path.removesuffix('.sock')}.status.json"

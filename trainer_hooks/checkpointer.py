@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from ckpt_service.catalog import CheckpointId
 from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable
 from ckpt_service.records import OnFull, Retention
 from ckpt_service.retention import RetentionPolicy
+from trainer_hooks import ending
 from trainer_hooks.callbacks import Announcer, OnCommitted
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.launch import Service
@@ -121,7 +122,7 @@ class Checkpointer:
         self._saves = Saves(self._run, self._saver, self._tracked, allowed, self._gate)
         self._restorer = Restorer(self._run, self._saver, self._saves, self._tracked, allowed)
         self._announcer = Announcer(on_committed) if on_committed is not None else None
-        atexit.register(self._at_exit)
+        self._waiting_for_the_end = ending.at_end(self._at_exit)
 
     # --- what a loop calls --------------------------------------------------------------------------------------------
 
@@ -207,6 +208,7 @@ class Checkpointer:
             SaveFailed: nothing has moved for ``stall_seconds``; names what is not safe.
         """
         if not self._closed:
+            self._require_usable()
             self._saver.drain(timeout)
 
     def close(self) -> None:
@@ -218,17 +220,13 @@ class Checkpointer:
         if self._closed or self._pid != os.getpid():
             return
         problem: SaveFailed | None = None
-        try:
-            self.drain()
-        except SaveFailed as error:
-            problem = error
-        finally:
-            self._closed = True
-            atexit.unregister(self._at_exit)
-            self._gate.close()
-            self._saver.close()
-            self._run.end()
-            self._end_callbacks()
+        with ExitStack() as leaving:  # all of it, also when Ctrl-C breaks a wait off: the run lock must be free again
+            for part in (self._end_callbacks, self._run.end, self._saver.close, self._gate.close, self._mark_closed):
+                leaving.callback(part)
+            try:
+                self.drain()
+            except SaveFailed as error:
+                problem = error
         last = self._saves.last
         if problem is None and last is not None and last.committed.done():
             failure = last.committed.exception()
@@ -299,6 +297,10 @@ class Checkpointer:
         if self._pid != os.getpid():
             raise ValueError(f"this Checkpointer belongs to process {self._pid}; make one after the fork")
 
+    def _mark_closed(self) -> None:
+        self._closed = True
+        self._waiting_for_the_end()
+
     def _end_callbacks(self) -> None:
         if self._announcer is None:
             return
@@ -315,8 +317,7 @@ class Checkpointer:
             self.close()
         except Exception as error:  # noqa: BLE001 - whatever it is, the exit code has to tell
             print(f"ckpt-service: the last save was lost: {error}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(1)  # an exception here would be printed, and the exit code stay 0
+            ending.fail()
 
 
 def _one_of(option: str, value: object, known: tuple[str, ...]) -> None:

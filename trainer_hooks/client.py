@@ -8,6 +8,7 @@ Nothing here ever raises into training: the fate of a snapshot goes to its ticke
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -51,6 +52,8 @@ from trainer_hooks.launch import Channel, Service, connect
 from trainer_hooks.peers import PeerNews
 from trainer_hooks.tickets import SaveTicket
 
+log = logging.getLogger(__name__)
+
 _RECONNECT_PAUSE_SECONDS = 0.2
 _OPEN_PAUSES_SECONDS = (0.1, 0.4, 1.0)
 
@@ -83,6 +86,7 @@ class ServiceClient:
         self._config = config
         self._channel: Channel | None = None
         self._pending: dict[str, Pending] = {}
+        self._ending = 0  # those that are not pending any more, and whose tickets do not say so yet
         self._outbox: deque[_Outgoing] = deque()
         self._changed = threading.Condition()
         self._progress_at = time.monotonic()
@@ -114,6 +118,18 @@ class ServiceClient:
             self._pending[pending.offer.manifest.snapshot_id] = pending
         self._post(pending)
 
+    def has(self, snapshot_id: str) -> bool:
+        """Whether this snapshot, with its slot, is this client's."""
+        with self._changed:
+            return snapshot_id in self._pending
+
+    def hand_over_again(self, snapshot_id: str) -> None:
+        """See to it that a pending snapshot is on its way; twice does no harm."""
+        with self._changed:
+            pending = self._pending.get(snapshot_id)
+        if pending is not None:
+            self._post(pending)
+
     def report_lost(self, manifest: ShardManifest, error: CkptError) -> None:
         """Have the status say that a save failed, or was skipped, before it could be handed over."""
         skipped = isinstance(error, SnapshotSkipped)
@@ -137,7 +153,7 @@ class ServiceClient:
         """
         began = time.monotonic()
         with self._changed:
-            while self._pending:
+            while self._pending or self._ending:
                 names = ", ".join(str(p.offer.manifest.step) for p in self._pending.values())
                 if timeout is not None and time.monotonic() - began >= timeout:
                     raise TimeoutError(f"not committed after {timeout} s: step {names}")
@@ -233,19 +249,24 @@ class ServiceClient:
                     break
             except (OSError, CkptError):
                 self._disconnect()
+            except Exception:  # no memory, no threads: without this thread nothing would ever be saved again
+                log.exception("the connection to the daemon is made anew")
+                self._disconnect()
+                time.sleep(_RECONNECT_PAUSE_SECONDS)
         self._disconnect()
 
     def _serve(self) -> bool:
         """Send what is to be sent and handle what has come; False after the goodbye."""
         assert self._channel is not None
         while self._outbox:
-            message = self._outbox.popleft()
+            message = self._outbox[0]  # taken out when it is sent: the daemon may die meanwhile
             if isinstance(message, Pending):
                 self._offer(message)
-                continue
-            if isinstance(message, Goodbye):
-                self._pass_news_on()
-            self._channel.send(wire.encode(message), [])
+            else:
+                if isinstance(message, Goodbye):
+                    self._pass_news_on()
+                self._channel.send(wire.encode(message), [])
+            self._outbox.popleft()
             if isinstance(message, Goodbye):
                 return False
         poll = select.poll()
@@ -294,15 +315,22 @@ class ServiceClient:
         while not self._closing:
             try:
                 self._channel = connect(self._service, self._hello, self._config)
-            except (OSError, CkptError):
+            except (OSError, CkptError) as error:
+                log.warning("no daemon: %s", error)
                 time.sleep(_RECONNECT_PAUSE_SECONDS)
                 continue
-            with self._changed:
-                waiting = [message for message in self._outbox if isinstance(message, Goodbye)]
-                asked = [self._asked] if self._asked is not None else []  # the daemon that was asked may be dead
-                self._outbox = deque([*self._pending.values(), *asked, *waiting])
+            self._begin_again()
             return True
         return False
+
+    def _begin_again(self) -> None:
+        """Have a new daemon told what the one before knew, or was to be told: all that is pending, and the failures."""
+        with self._changed:
+            told = [message for message in self._outbox if isinstance(message, Lost | Blocked)]
+            asked = [self._asked] if self._asked is not None else []
+            waiting = [message for message in self._outbox if isinstance(message, Goodbye)]
+            self._outbox.clear()
+            self._outbox.extend([*told, *self._pending.values(), *asked, *waiting])
 
     def _disconnect(self) -> None:
         channel, self._channel = self._channel, None
@@ -340,10 +368,14 @@ class ServiceClient:
     def _conclude(self, name: str, outcome: Path | CkptError, *, by_daemon: bool = True) -> None:
         with self._changed:
             pending = self._pending.pop(name, None)
-        if pending is not None:
-            self._end(pending, outcome, by_daemon=by_daemon)
-        with self._changed:
-            self._changed.notify_all()
+            self._ending += 1
+        try:
+            if pending is not None:
+                self._end(pending, outcome, by_daemon=by_daemon)
+        finally:
+            with self._changed:
+                self._ending -= 1
+                self._changed.notify_all()
 
     def _end(self, pending: Pending, outcome: Path | CkptError, *, by_daemon: bool) -> None:
         pending.done(by_daemon)
@@ -359,8 +391,9 @@ class ServiceClient:
         return pending
 
     def _post(self, message: _Outgoing) -> None:
-        self._outbox.append(message)
-        with self._changed:  # not after the pipe is closed: its number may be that of another file by then
+        with self._changed:
+            self._outbox.append(message)
+            # Not after the pipe is closed: its number may be that of another file by then.
             if self._wake_writer >= 0:
                 with contextlib.suppress(BlockingIOError):  # it has enough reasons to wake up
                     os.write(self._wake_writer, b"1")
@@ -373,6 +406,7 @@ class ServiceClient:
                 self._wake_reader = self._wake_writer = -1
 
     def _forget_in_child(self) -> None:
+        self._changed = threading.Condition()  # the thread that held it may not be in this process
         self._disconnect()
         self._pending.clear()
         self._closing = True

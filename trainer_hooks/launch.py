@@ -1,6 +1,7 @@
 """Find the daemon of a run directory on this host, or start it. Shell.
 
-The socket is looked for where the status file says and where the environment puts it. Starting runs
+The socket is looked for where the status file says and where the environment puts it, and only while somebody holds the
+daemon's lock: a socket without that is one of a dead daemon, or by now one of another program. Starting runs
 ``python -m ckpt_service run ROOT --detach`` in a directory of its own, so no script of the user is imported again; the
 daemon then lives in its own session. If several ranks do this at once, the daemon lock lets one through and all
 connect to it.
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ckpt_service
-from ckpt_service import wire
+from ckpt_service import naming, ownership, wire
 from ckpt_service.config import ServiceConfig
 from ckpt_service.errors import CkptError, ProtocolError, ServiceUnavailable
 from ckpt_service.locate import socket_path
@@ -47,10 +48,19 @@ class Service:
     socket: str | None
     environ: Mapping[str, str]
 
+    def holder(self) -> int | None:
+        """Return the pid of the daemon of this run directory, 0 where it cannot be told, None if there is none."""
+        if self.socket is not None:
+            return 0
+        service = ownership.service_path(self.root, self.postfix)
+        return ownership.lock_holder(os.path.join(service, naming.daemon_lock(self.host)))
+
     def sockets(self) -> Iterator[str]:
         """Yield the paths at which it may listen."""
         if self.socket is not None:
             yield self.socket
+            return
+        if self.holder() is None:
             return
         statuses = load_statuses(self.root, self.postfix)
         # A copy of a run directory holds the status of the original's daemon.
@@ -58,12 +68,14 @@ class Service:
         yield from dict.fromkeys([*known, socket_path(self.root, self.postfix, self.host, self.environ)])
 
 
-class OlderDaemon(ProtocolError):
-    """The daemon that answers speaks an older protocol. ``pid`` is 0 where its process cannot be seen from here."""
+class Refusal(ProtocolError):
+    """The daemon that answers refuses. ``pid`` is 0 where its process cannot be seen from here; ``is_older``: it speaks
+    an older protocol."""
 
-    def __init__(self, message: str, pid: int) -> None:
+    def __init__(self, message: str, pid: int, *, is_older: bool) -> None:
         super().__init__(message, op="connect")
         self.pid = pid
+        self.is_older = is_older
 
 
 class Channel:
@@ -113,15 +125,20 @@ def connect(service: Service, hello: Hello, config: ServiceConfig) -> Channel:
         for path in service.sockets():
             try:
                 return _greet(path, hello, deadline, config.notice_seconds)
+            except Refusal as error:
+                problem = f"{path}: {error}"
+                if not _concerns(error, service):
+                    continue
+                if not (error.is_older and error.pid and may_relieve):
+                    raise ServiceUnavailable(f"the daemon refuses: {error}", op="connect", path=path) from error
+                may_relieve = False  # once: whatever brings it back will do so again
+                _relieve(error, service, config.grace_seconds + config.notice_seconds)
+                deadline = time.monotonic() + config.start_seconds
+                break
             except (OSError, CkptError) as error:
                 problem = f"{path}: {error}"
-                if isinstance(error, OlderDaemon) and error.pid and may_relieve:
-                    may_relieve = False  # once: whatever brings it back will do so again
-                    _relieve(error, config.grace_seconds + config.notice_seconds)
-                    deadline = time.monotonic() + config.start_seconds
-                    break
-                if isinstance(error, ProtocolError):
-                    raise ServiceUnavailable(f"the daemon refuses: {error}", op="connect", path=path) from error
+                if service.socket is not None and isinstance(error, ProtocolError):
+                    raise ServiceUnavailable(f"no daemon listens there: {error}", op="connect", path=path) from error
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             hint = (
@@ -141,7 +158,8 @@ def connect(service: Service, hello: Hello, config: ServiceConfig) -> Channel:
 def _greet(path: str, hello: Hello, deadline: float, notice_seconds: float) -> Channel:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(max(0.1, deadline - time.monotonic()))
+        # Not all the time there is: what listens there may be a program that never answers.
+        sock.settimeout(max(0.1, min(notice_seconds, deadline - time.monotonic())))
         sock.connect(path)
         channel = Channel(sock)
         channel.send(wire.encode(hello), [])
@@ -151,10 +169,8 @@ def _greet(path: str, hello: Hello, deadline: float, notice_seconds: float) -> C
                     case Welcome():
                         sock.settimeout(notice_seconds)  # a daemon that takes nothing for so long is given up
                         return channel
-                    case Refused(message=reason, protocol=spoken) if spoken < hello.protocol:
-                        raise OlderDaemon(reason, _peer_pid(sock))
-                    case Refused(message=reason):
-                        raise ProtocolError(reason)
+                    case Refused(message=reason, protocol=spoken):
+                        raise Refusal(reason, _peer_pid(sock), is_older=spoken < hello.protocol)
                     case _:
                         continue
     except BaseException:
@@ -168,7 +184,12 @@ def _peer_pid(sock: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[0])
 
 
-def _relieve(daemon: OlderDaemon, patience_seconds: float) -> None:
+def _concerns(refusal: Refusal, service: Service) -> bool:
+    """Whether it is the daemon of this run directory that refuses, and not one that got its former socket's name."""
+    return 0 in (refusal.pid, service.holder()) or refusal.pid == service.holder()
+
+
+def _relieve(daemon: Refusal, service: Service, patience_seconds: float) -> None:
     """Have a daemon finish what it holds and leave; returns when it has ended.
 
     Raises:
@@ -180,6 +201,8 @@ def _relieve(daemon: OlderDaemon, patience_seconds: float) -> None:
     except ProcessLookupError:
         return
     try:
+        if service.holder() not in (0, daemon.pid):  # only now: the pid cannot become that of another process any more
+            return
         signal.pidfd_send_signal(process, signal.SIGTERM)
         poll = select.poll()
         poll.register(process, select.POLLIN)

@@ -217,6 +217,7 @@ class Saver:
 
     def _carefully(self, work: Callable[[_Staged], None], staged: _Staged) -> None:
         """Do the rest of a save; whatever goes wrong before the slot has a new owner goes to the ticket."""
+        name = staged.manifest.snapshot_id
         try:
             work(staged)
         except Exception as error:  # noqa: BLE001 - no descriptors, no threads: a failed save never ends a training
@@ -225,6 +226,12 @@ class Saver:
             kind = type(error) if isinstance(error, SaveFailed) else SaveFailed
             lost = kind(f"step {step} was not saved: {error}", op="save", step=step)
             self._lose(staged.manifest, staged.ticket, lost)
+        except BaseException:  # Ctrl-C, which may come between any two steps; people go on after it
+            if self._client is not None and self._client.has(name):
+                self._client.hand_over_again(name)
+            else:
+                self._pool.give_back(staged.slot)
+            raise
 
     # --- maybe on the finishing thread --------------------------------------------------------------------------------
 
@@ -250,13 +257,14 @@ class Saver:
         offer = Offer(manifest=manifest, directory=target.directory, umask=_umask(), retention=target.retention)
         snapshot = capture.finish(staged.plan, manifest, slot, contributed)
         if self._client is None:
-            self._write(snapshot, slot, offer, staged.ticket)
+            self._write(snapshot, offer, staged.ticket)
+            self._pool.give_back(slot)
             return
         snapshot.view.release()
         done = partial(_let_go, self._pool, slot)
         self._client.submit(Pending(offer, slot.fd, staged.ticket, staged.final, done))
 
-    def _write(self, snapshot: Snapshot, slot: Slot, offer: Offer, ticket: SaveTicket) -> None:
+    def _write(self, snapshot: Snapshot, offer: Offer, ticket: SaveTicket) -> None:
         """Do here and now what the daemon would do."""
         config, manifest = self._run.config, snapshot.manifest
         limit = RateLimit(config.rate_limit_bytes_per_second)
@@ -279,7 +287,6 @@ class Saver:
             ticket.fail(from_os_error(error, op=f"saving step {manifest.step}", kind=SaveFailed))
         finally:
             snapshot.view.release()
-            self._pool.give_back(slot)
 
     def _retain(self, history: History) -> None:
         """Delete what is too old. What cannot be deleted is tried again after the next save; the commit stands."""

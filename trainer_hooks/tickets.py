@@ -57,12 +57,22 @@ class SaveTicket:
             self.committed.set_result(path)
 
     def fail(self, error: Exception) -> None:
-        """Give ``error`` to every moment that has not come yet, after ``on_failure`` has been told."""
+        """Give ``error`` to every moment that has not come yet, after ``on_failure`` has been told.
+
+        It is kept without its tracebacks: their frames would keep the state alive that was to be saved.
+        """
+        _forget_frames(error)
         if not self.committed.done():  # told first: whoever waits for the future may go on before its callbacks run
             self._on_failure(error)
         for future in (self.staged, self.accepted, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _result(future: Future[_T], timeout: float | None, late: str) -> _T:
