@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckpt_service import retention, scan
-from ckpt_service.catalog import Catalog, Evidence, build
+from ckpt_service.catalog import Catalog, Evidence, Shard, build
 from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.records import Retention, ShardManifest
@@ -58,10 +58,24 @@ def retain(
     for history in histories:
         catalog = train
         if history.manifest.kind != "train":
-            shards = tuple(scan.scan_directory(history.directory.path, history.manifest.stage))
-            catalog = build(replace(evidence, shards=shards))
+            catalog = build(_evidence_beside(history, evidence.slots, look))
         done.append(_retain_one(history, catalog, evidence))
     return done
+
+
+def _evidence_beside(history: History, slots: int, look: scan.Look) -> Evidence:
+    """Return what there is to know of a kind that has directories of its own.
+
+    Without the records of attempts and without pins: those are about training checkpoints. So the attempts of this run
+    follow each other, and what other runs have saved there is not looked at.
+    """
+    m = history.manifest
+    found = scan.scan_all_stages(history.directory.path, m.stage, look)
+    return Evidence(tuple(s for s in found if s.name.kind == m.kind and _may_be_of(s, m.run_id)), slots=slots)
+
+
+def _may_be_of(shard: Shard, run_id: str) -> bool:
+    return shard.manifest is None or shard.manifest.run_id == run_id
 
 
 def _retain_one(history: History, catalog: Catalog, evidence: Evidence) -> Retained:

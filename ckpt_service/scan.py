@@ -146,6 +146,30 @@ def scan_directory(path: str, stage: int, look: Look = inspect) -> Iterator[Shar
             yield shard
 
 
+def scan_stage(root: str, postfix: str | None, stage: int, look: Look = inspect) -> Iterator[Shard]:
+    """Yield the training shards of one stage, with those that the old trainer wrote where "None" was the postfix."""
+    yield from scan_directory(os.path.join(root, naming.stage_directory(stage, postfix)), stage, look)
+    if postfix is None:
+        former = scan_directory(os.path.join(root, naming.former_stage_directory(stage)), stage, look)
+        yield from (shard for shard in former if shard.manifest is None)
+
+
+def scan_all_stages(path: str, stage: int, look: Look = inspect) -> Iterator[Shard]:
+    """Yield the shards in a directory outside the run's own, and in those beside it that hold the other stages.
+
+    HF shards of all stages lie in one directory; the directories of LoRA shards differ in the stage at their end.
+    """
+    parent, name = os.path.split(path)
+    found = naming.parse_lora_directory(name)
+    if found is None or found[1] != stage:
+        yield from scan_directory(path, stage, look)
+        return
+    for beside in _listed(parent):
+        other = naming.parse_lora_directory(beside)
+        if other is not None and other[0] == found[0]:
+            yield from scan_directory(os.path.join(parent, beside), other[1], look)
+
+
 def stage_directories(root: str, postfix: str | None) -> dict[int, str]:
     """Return the stage directories of a run, by stage."""
     try:
@@ -158,8 +182,10 @@ def stage_directories(root: str, postfix: str | None) -> dict[int, str]:
 
 def scan_run(root: str, postfix: str | None, look: Look = inspect) -> list[Shard]:
     """Return all training shards of a run."""
-    directories = stage_directories(root, postfix)
-    return [shard for stage, path in directories.items() for shard in scan_directory(path, stage, look)]
+    stages = {*stage_directories(root, postfix)}
+    if postfix is None:
+        stages |= {*stage_directories(root, naming.NO_POSTFIX)}
+    return [shard for stage in sorted(stages) for shard in scan_stage(root, postfix, stage, look)]
 
 
 def load_attempts(root: str, postfix: str | None) -> list[Attempt]:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from ckpt_service.catalog import CheckpointId
 from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable
 from ckpt_service.records import OnFull, Retention
 from ckpt_service.retention import RetentionPolicy
+from trainer_hooks.beside import Wanted, load_beside
 from trainer_hooks.callbacks import Announcer, OnCommitted
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.launch import Service
@@ -166,6 +167,18 @@ class Checkpointer:
         if step is None and epoch is not None:
             raise ValueError("epoch: give the step as well")
         return self._restorer.resume(step, epoch, strict=strict)
+
+    def load_beside(self, wanted: Wanted, *, check: Callable[[Any], None], restore: Callable[[Any], None]) -> str:
+        """Load a checkpoint of another kind into live objects, for trainers that have such; collective on all ranks.
+
+        Nothing is touched unless ``check`` finds on every rank that it fits. Returns the path of this rank's file.
+
+        Raises:
+            ValueError: there is no such complete checkpoint.
+            CkptError: it is damaged, has another layout, or does not fit.
+        """
+        self._require_usable()
+        return load_beside(self._run, self._saver, wanted, check=check, restore=restore)
 
     def latest(self) -> CheckpointId | None:
         """Return the newest complete checkpoint of this run as this host sees it, or None."""

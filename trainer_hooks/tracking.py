@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ckpt_service.errors import StateMismatch, StateRefused
-from trainer_hooks.fitting import fit, is_checked
+from trainer_hooks.fitting import StandIn, fit, is_checked
 from trainer_hooks.sharding import Keys, Sharding, below, refuse_object
 
 RNG = "rng_state"
@@ -142,7 +142,7 @@ class Tracked:
 def _may_refuse(thing: Stateful) -> bool:
     """Whether loading may fail although nothing that does not fit was found: the object has its own way to load."""
     known = (torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict)
-    return getattr(type(thing), "load_state_dict", None) not in known
+    return not isinstance(thing, StandIn) and getattr(type(thing), "load_state_dict", None) not in known
 
 
 def rng_state() -> dict[str, Any]:

@@ -88,6 +88,11 @@ class Allowed:
             if not isinstance(cls, type) or "<locals>" in name:
                 raise ValueError(f"trust={name}: it must hold classes that can be imported by their name")
 
+    @property
+    def trusted(self) -> tuple[type, ...]:
+        """The classes that the user vouches for."""
+        return tuple(self._trusted.values())
+
     def find(self, module: str, name: str) -> Any | None:
         """Return what ``module.name`` stands for, or None if it may not be named."""
         full = f"{module}.{name}"
