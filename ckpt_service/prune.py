@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt_service import retention, scan
-from ckpt_service.catalog import Catalog, Evidence, Shard, build
+from ckpt_service.catalog import Catalog, Evidence, build
 from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.records import Retention, ShardManifest
@@ -58,24 +58,11 @@ def retain(
     for history in histories:
         catalog = train
         if history.manifest.kind != "train":
-            catalog = build(_evidence_beside(history, evidence.slots, look))
+            m = history.manifest
+            shards = [s for s in scan.scan_all_stages(history.directory.path, m.stage, look) if s.name.kind == m.kind]
+            catalog = build(scan.evidence_beside(shards, m.run_id, evidence.slots))
         done.append(_retain_one(history, catalog, evidence))
     return done
-
-
-def _evidence_beside(history: History, slots: int, look: scan.Look) -> Evidence:
-    """Return what there is to know of a kind that has directories of its own.
-
-    Without the records of attempts and without pins: those are about training checkpoints. So the attempts of this run
-    follow each other, and what other runs have saved there is not looked at.
-    """
-    m = history.manifest
-    found = scan.scan_all_stages(history.directory.path, m.stage, look)
-    return Evidence(tuple(s for s in found if s.name.kind == m.kind and _may_be_of(s, m.run_id)), slots=slots)
-
-
-def _may_be_of(shard: Shard, run_id: str) -> bool:
-    return shard.manifest is None or shard.manifest.run_id == run_id
 
 
 def _retain_one(history: History, catalog: Catalog, evidence: Evidence) -> Retained:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pydantic import ValidationError
 
@@ -168,6 +168,28 @@ def scan_all_stages(path: str, stage: int, look: Look = inspect) -> Iterator[Sha
         other = naming.parse_lora_directory(beside)
         if other is not None and other[0] == found[0]:
             yield from scan_directory(os.path.join(parent, beside), other[1], look)
+
+
+def load_lora(root: str, postfix: str | None) -> dict[str, Catalog]:
+    """Return the LoRA checkpoints below a root, by what the names of their directories begin with."""
+    attempts = load_attempts(root, postfix)
+    run_id, slots = (attempts[-1].run_id, attempts[-1].slots) if attempts else (None, 2)
+    shards: dict[str, list[Shard]] = {}
+    for directory in _listed(root):
+        found = naming.parse_lora_directory(directory)
+        if found is not None:
+            there = scan_directory(os.path.join(root, directory), found[1])
+            shards.setdefault(found[0], []).extend(shard for shard in there if shard.name.kind == "lora")
+    return {name: build(evidence_beside(own, run_id, slots)) for name, own in sorted(shards.items()) if own}
+
+
+def evidence_beside(shards: Sequence[Shard], run_id: str | None, slots: int) -> Evidence:
+    """Return what there is to know of checkpoints of another kind than the training's.
+
+    Without records of attempts and pins, which are about training checkpoints: adapters are loaded without a resume, so
+    the attempts of a run follow each other.
+    """
+    return Evidence(shards, slots=slots, run_id=run_id)
 
 
 def stage_directories(root: str, postfix: str | None) -> dict[int, str]:

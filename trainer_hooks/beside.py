@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ckpt_service import scan
-from ckpt_service.catalog import Evidence, Shard, build
+from ckpt_service.catalog import Shard, build
 from ckpt_service.errors import CkptError, DamagedCheckpoint, SaveFailed, StateMismatch
 from ckpt_service.naming import Kind
 from trainer_hooks.choice import own_shard, saved_beside
@@ -52,7 +52,8 @@ def load_beside(
     run.open()
     run.agree(lambda: _settled(saver), b"", kind=SaveFailed)
     answers = run.agree(lambda: _shards.dump_json(_listed(run, wanted)), b"", kind=CkptError)
-    found = build(Evidence([shard for answer in answers for shard in _shards.validate_json(answer)]))
+    shards = [shard for answer in answers for shard in _shards.validate_json(answer)]
+    found = build(scan.evidence_beside(shards, run.attempt.run_id if run.attempt else None, run.slots))
     where = " or ".join(wanted.directories)
     chosen = saved_beside(found.of_kind(wanted.kind), run.topology, wanted.step, wanted.epoch, where)
     shard = own_shard(chosen, run.topology)

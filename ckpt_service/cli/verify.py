@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt_service.catalog import Catalog, Shard
+from ckpt_service.catalog import Shard
 from ckpt_service.cli.common import (
     Exit,
     Json,
@@ -20,7 +20,7 @@ from ckpt_service.cli.common import (
     size,
 )
 from ckpt_service.records import SCHEMA_VERSION
-from ckpt_service.scan import load_catalog
+from ckpt_service.scan import load_catalog, load_lora
 from ckpt_service.verify import FileReport, verify_shard
 
 
@@ -34,7 +34,7 @@ def verify(
 ) -> None:
     """Check the newest complete checkpoint against its checksums."""
     root = absolute_root(root)
-    shards = _chosen(load_catalog(root, checked_postfix(postfix)), everything)
+    shards = _chosen(root, checked_postfix(postfix), everything)
     if not shards:
         complain(f"{root} has no {'checkpoint' if everything else 'complete checkpoint'} to verify")
         sys.exit(Exit.NO_CHECKPOINT)
@@ -51,9 +51,11 @@ def verify(
         sys.exit(Exit.DAMAGED)
 
 
-def _chosen(catalog: Catalog, everything: bool) -> list[Shard]:
+def _chosen(root: str, postfix: str | None, everything: bool) -> list[Shard]:
+    catalog = load_catalog(root, postfix)
     if everything:
-        return [shard for checkpoint in catalog.checkpoints for shard in checkpoint.shards]
+        catalogs = [catalog, *load_lora(root, postfix).values()]
+        return [shard for found in catalogs for checkpoint in found.checkpoints for shard in checkpoint.shards]
     newest = catalog.newest_complete()
     return list(newest.shards) if newest else []
 

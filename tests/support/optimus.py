@@ -1,4 +1,4 @@
-"""A stand-in for the Optimus Prime trainer: the attributes that the hooks may rely on, over real DDP and DTensor modules.
+"""A stand-in for the Optimus Prime trainer: what the hooks may rely on, over real DDP and DTensor modules.
 
 Its five methods do what the trainer's own do without hooks, blocking, so that files of old can be written. Stages are
 fed inputs of their own instead of talking to each other.
