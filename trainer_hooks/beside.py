@@ -6,6 +6,7 @@ anything. No attempt is recorded, since such a checkpoint does not say where the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ def load_beside(
     where = " or ".join(wanted.directories)
     chosen = saved_beside(found.of_kind(wanted.kind), run.topology, wanted.step, wanted.epoch, where)
     shard = own_shard(chosen, run.topology)
-    loaded, problems = load_on_all(run, shard, Allowed(wanted.trust))
+    loaded, problems = load_on_all(run, shard, _path_here(run, shard, wanted), Allowed(wanted.trust))
     if problems:
         raise DamagedCheckpoint("; ".join(problems), op="load", path=shard.path)
     assert loaded is not None
@@ -88,6 +89,14 @@ def _listed(run: Run, wanted: Wanted) -> list[Shard]:
         if shards:
             return shards
     return []
+
+
+def _path_here(run: Run, shard: Shard, wanted: Wanted) -> str:
+    """Return where this rank looks for its file: hosts need not share directories, nor call them the same."""
+    if run.topology.is_writer:
+        return shard.path
+    here = [os.path.join(directory, os.path.basename(shard.path)) for directory in wanted.directories]
+    return next(filter(os.path.exists, here), here[0])
 
 
 def _done(work: Callable[[Any], None], state: Any) -> bytes:
