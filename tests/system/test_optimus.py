@@ -285,3 +285,48 @@ say("path", trainer.save_ckpt(4, 0).wait_committed(60))
         for index, values in was["optimizer_state_dict"]["state"].items():
             for name, value in values.items():
                 assert torch.equal(value, now["optimizer_state_dict"]["state"][index][name])
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+
+EXAMPLE = (
+    OPTIMUS
+    + f"""
+import runpy, types
+class Trainer(Optimus):
+    def __init__(self, model, micro_batches, *, use_gpu, pp_size, dp_size, tp_size, checkpoint=False):
+        super().__init__(root, pp=pp_size, dp=dp_size, tp=tp_size, checkpoint=checkpoint)
+        self.steps = 0
+    def train(self):
+        self.run_info.submod.train()
+    def run(self, data, labels):
+        self.steps += 1
+        if self.steps == int(os.environ.get("DIES", "0")):
+            self.checkpointer.drain(60)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.run_info.submod(data[:, :4 if self.tpl.stage == 0 else 8].float()).square().mean().backward()
+class Config(types.SimpleNamespace):
+    vocab_size = 50
+sys.modules["opt_prime"] = types.ModuleType("opt_prime")
+sys.modules["opt_prime.opti_pri"] = types.SimpleNamespace(Optimus_p=Trainer)
+sys.modules["transformers"] = types.SimpleNamespace(GPT2Config=Config, GPT2LMHeadModel=lambda config: None)
+made = []
+example = runpy.run_path({str(TESTS.parent / "examples" / "optimus_gpt2.py")!r})
+main = example["main"]
+main.__globals__["STEPS"] = 3
+main.__globals__["Optimus_p"] = lambda *a, **k: made.append(example["Optimus_p"](*a, **k)) or made[-1]
+main()
+say("steps", made[0].steps)
+"""
+)
+
+
+def test_the_example_trains_and_goes_on_after_a_crash(run: RunDirectory) -> None:
+    first = run.ranks(EXAMPLE, pp=2, dp=2, DIES="8")  # in the third epoch
+    for trainer in first.trainers:
+        assert trainer.process.wait(60) == -signal.SIGKILL, trainer.errors()
+    second = run.ranks(EXAMPLE, pp=2, dp=2)
+    assert second.say("steps") == ["3"] * 4
+    second.end()
+    assert files(run) == [f"checkpoint_{stage}/ckpt_step_2_epoch_{epoch}.pt" for stage in (0, 1) for epoch in (1, 2)]
