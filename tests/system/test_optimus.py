@@ -75,13 +75,13 @@ def test_a_run_goes_on_bit_for_bit(run: RunDirectory, sizes: tuple[int, int, int
     pp, dp, tp = sizes
     first = run.ranks(FIRST, pp=pp, dp=dp, tp=tp)
     expected = [first.say(word) for word in ("at-2", "at-3", "at-5")]
-    first.hear("leave")
-    first.end()
-    assert files(run) == sorted(shards(2, pp, tp) + shards(3, pp, tp)), "one file for each shard, replicas write none"
+    whole = sorted(shards(2, pp, tp) + shards(3, pp, tp))
+    wait_for(lambda: files(run) == whole, "there is one file for each shard, and none of replicas")
+    first.kill()
     second = run.ranks(SECOND, pp=pp, dp=dp, tp=tp)
     assert second.say("from") == ["3"] * (pp * dp * tp)
     assert [second.say("now"), second.say("at-5")] == expected[1:]
-    second.end()
+    second.kill()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_killed_in_mid_write_it_goes_on_bit_for_bit(
     assert second.say("from") == ["3" if survives else "2"] * 4, "the daemon writes what it has accepted"
     assert second.say("now") == (at_3 if survives else at_2)
     assert second.say("at-5") == at_5
-    second.end()
+    second.kill()
 
 
 def test_with_data_and_tensor_parallelism_state_dict_is_not_whole_and_the_file_is(run: RunDirectory) -> None:
@@ -124,7 +124,7 @@ say("path", trainer.save_ckpt(1, 0).wait_committed(60))
     )
     assert ranks.say("counts") == ["12 8"] * 4, "the four tensors that are split are gone"
     paths = ranks.say("path")
-    ranks.end()
+    ranks.kill()
     loaded = [torch.load(path, weights_only=True) for path in paths[:2]]
     assert loaded[0].keys() == {
         *("epoch", "step", "stage", "stage_state_dict", "optimizer_state_dict", "scheduler_state_dict", "rng_state")
@@ -160,7 +160,7 @@ except ValueError as error:
     assert "step=1.5" in ranks[0].says("number")
     assert "10 of the 12 tensors" in (refused := ranks[0].says("refused"))
     assert "block.up.weight" in refused
-    ranks.end()
+    ranks.kill()
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,11 @@ def test_swapped_tensors_are_saved_as_they_are_now(run: RunDirectory, option: st
     pp, dp, tp = sizes
     first = run.ranks(FIRST.replace("trainer = made()", body), pp=pp, dp=dp, tp=tp)
     expected = [first.say(word) for word in ("at-2", "at-3", "at-5")]
-    first.hear("leave")
-    first.end()
+    first.kill()
     second = run.ranks(SECOND.replace("(root, seed=2,", f"(root, seed=2, {option}=True,"), pp=pp, dp=dp, tp=tp)
     second.say("from")
     assert [second.say("now"), second.say("at-5")] == expected[1:]
-    second.end()
+    second.kill()
 
 
 # --- files of the trainer before it had hooks -------------------------------------------------------------------------
@@ -199,7 +198,7 @@ say("weight", trainer.parameters()[0].flatten().tolist())
         dp=dp,
     )
     weight = old.say("weight")[0]
-    old.end()
+    old.kill()
     assert files(run) == [f"checkpoint_None_0/ckpt_step_{step}_epoch_0.pt" for step in (1, 2)]
     now = run.ranks(
         OPTIMUS
@@ -220,7 +219,7 @@ say("warned", any("lacks scheduler_state_dict, rng_state" in str(w.message) for 
     assert now.say("weight") == [weight] * dp_now
     assert now.say("moments") == ["10"] * dp_now
     assert now.say("warned") == ["True"] * dp_now
-    now.end()
+    now.kill()
 
 
 def test_an_old_file_that_all_tensor_parallel_ranks_wrote_is_refused(run: RunDirectory) -> None:
@@ -252,15 +251,14 @@ say("done")
     for _ in range(2):
         assert all(sentence in said for said in ranks.say("ValueError"))
     ranks.say("done")
-    ranks.end()
+    ranks.kill()
 
 
 @pytest.mark.parametrize(("dp", "dp_now"), [(1, 2), (2, 1)])
 def test_the_number_of_replicas_may_change_with_tensor_parallelism(run: RunDirectory, dp: int, dp_now: int) -> None:
     first = run.ranks(FIRST, dp=dp, tp=2)
     first.say("at-5")
-    first.hear("leave")
-    first.end()
+    first.kill()
     second = run.ranks(
         OPTIMUS
         + """
@@ -275,7 +273,7 @@ say("path", trainer.save_ckpt(4, 0).wait_committed(60))
     )
     assert second.say("from") == ["3 True"] * (2 * dp_now)
     paths = [path for path in second.say("path") if path != "None"]
-    second.end()
+    second.kill()
     for rank, path in enumerate(paths):
         was = torch.load(Path(path).with_name(f"ckpt_step_3_epoch_0_tp{rank}.pt"), weights_only=True)
         now = torch.load(path, weights_only=True)

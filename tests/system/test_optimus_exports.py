@@ -105,7 +105,7 @@ if place.is_writer:
     expected = ranks[0].says("at-1")
     assert ranks[0].says("unexpected") == "[] False"
     assert ranks[0].says("at-1") == expected
-    ranks.end()
+    ranks.kill()
     assert path == run.root / "lora_checkpoint_stage_0" / "lora_step_1_epoch_2.pt"
     loaded = torch.load(path, weights_only=True)
     assert loaded["lora_config"] == {"r": 3, "alpha": 16.0, "target_modules": ["up"]}
@@ -129,7 +129,7 @@ say("same", adapters(trainer) == adapters(old))
         tp=2,
     )
     assert ranks.say("same") == ["True"] * 2
-    ranks.end()
+    ranks.kill()
 
 
 def test_stages_keep_two_of_the_same_steps_over_restarts(run: RunDirectory) -> None:
@@ -189,7 +189,7 @@ attempt(lambda: trainer.load_lora_ckpt(1, 0))
         assert "lora_checkpoint_stage_1/lora_step_2_epoch_0.pt" in said
     assert ranks.say("untouched") == ["True"] * 2
     assert all(said.startswith("StateMismatch") for said in ranks.say("raised"))
-    ranks.end()
+    ranks.kill()
 
 
 def test_mistakes_are_named(run: RunDirectory) -> None:
@@ -209,7 +209,7 @@ attempt(lambda: trainer.save_lora_ckpt(1, 0))
         said = ranks[0].says("raised")
         assert said.startswith("ValueError")
         assert words in said
-    ranks.end()
+    ranks.kill()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -245,7 +245,7 @@ for line in sys.stdin:
     if asynchronous:  # else each rank clears up at its own next save
         wait_for(lambda: names(directory) == finals, "the new set has replaced the old one")
     loaded = [torch.load(directory / name, weights_only=True) for name in finals]
-    ranks.end()
+    ranks.kill()
     for number, state in enumerate(loaded):
         assert {key: value for key, value in state.items() if key != "state_dict"} == {
             "stage": number // 2,
