@@ -23,7 +23,7 @@ _PARTIAL = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}-([A-Za-z0-9._-]+)-([0-9a-f]
 _KEPT = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}\.kept", re.ASCII)
 _ATTEMPT = re.compile(rf"{_NUMBER}\.json", re.ASCII)
 _STAGE = re.compile(rf"checkpoint_(?:(.+)_)?{_NUMBER}", re.ASCII | re.DOTALL)
-_LORA_STAGE = re.compile(rf"(.+)_stage_{_NUMBER}", re.ASCII | re.DOTALL)
+_LORA_STAGE = re.compile(rf"(.*)_stage_{_NUMBER}", re.ASCII | re.DOTALL)
 
 SERVICE_PREFIX = ".ckpt_service"
 NO_POSTFIX = "None"  # how the old Optimus Prime trainer spells it

@@ -15,7 +15,7 @@ from ckpt_service.errors import StateRefused
 from trainer_hooks.fitting import fit
 from trainer_hooks.optimus import enable_async_ckpt, wrap
 from trainer_hooks.optimus.export import hf_state, lora_state, plain_config
-from trainer_hooks.optimus.module import unwrapped, whole_state
+from trainer_hooks.optimus.module import whole_state, wrappers
 from trainer_hooks.optimus.place import place_of
 from trainer_hooks.optimus.state import StageModel, StageOptimizer
 from trainer_hooks.topology import Topology
@@ -231,10 +231,16 @@ def test_exports_have_the_names_of_the_bare_model() -> None:
     inner = nn.ModuleDict({"up": nn.Module(), "norm": nn.LayerNorm(2)})
     inner["up"].base_linear, inner["up"].lora_A = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     made.run_info.submod = torch.compile(inner, backend="eager")
-    assert unwrapped(made.run_info.submod) is inner
+    assert wrappers(made.run_info.submod) == "_orig_mod."
+    model = StageModel(made)
     place = Topology(5, 2, 2, 2)
-    assert list(hf_state(made, place, None, None)["state_dict"]) == ["up.weight", "up.bias", "norm.weight", "norm.bias"]
-    found = lora_state(made, place, 3, 1)
+    assert list(hf_state(model, place, None, None)["state_dict"]) == [
+        "up.weight",
+        "up.bias",
+        "norm.weight",
+        "norm.bias",
+    ]
+    found = lora_state(model, made.lora_config, place, 3, 1)
     assert (found["stage"], found["tp_rank"], found["step"], found["epoch"]) == (1, 1, 3, 1)
     assert list(found["lora_state_dict"]) == ["up.lora_A"]
     assert whole_state(inner)["up.lora_A"].data_ptr() == inner["up"].lora_A.data_ptr()

@@ -293,7 +293,8 @@ def test_where_the_old_trainer_wrote_without_a_postfix() -> None:
 def test_lora_directories_of_all_stages_have_one_beginning() -> None:
     assert naming.parse_lora_directory(naming.lora_directory(12, None)) == ("lora_checkpoint", 12)
     assert naming.parse_lora_directory("a_stage_1_stage_2") == ("a_stage_1", 2)
-    for name in ("_stage_1", "a_stage_01", "a_stage_", "a_stage_1x", "lora_checkpoint"):
+    assert naming.parse_lora_directory("_stage_0") == ("", 0), "of lora_dir='adapters/'"
+    for name in ("a_stage_01", "a_stage_", "a_stage_1x", "lora_checkpoint"):
         assert naming.parse_lora_directory(name) is None
 
 

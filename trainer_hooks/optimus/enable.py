@@ -47,7 +47,7 @@ def enable_async_ckpt(
         staging="blocking" if swaps else "overlap",
     )
     checkpointer.track(model=model, optimizer=StageOptimizer(optimus_p), scheduler=scheduler)
-    hooks = Hooks(optimus_p, checkpointer, place)
+    hooks = Hooks(optimus_p, model, checkpointer, place)
     for name in _METHODS:
         setattr(optimus_p, name, getattr(hooks, name))
     optimus_p.checkpointer = checkpointer

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from trainer_hooks.fitting import fit_names
-from trainer_hooks.optimus.module import adapters_in, unwrapped, whole_state, without_adapters
-from trainer_hooks.optimus.place import attribute, module_of
+from trainer_hooks.fitting import Fit, fit_names
+from trainer_hooks.optimus.module import adapters_in, without_adapters
+from trainer_hooks.optimus.state import StageModel
 from trainer_hooks.topology import Topology
 
 
-def lora_state(trainer: Any, place: Topology, step: int, epoch: int) -> dict[str, Any]:
+def lora_state(model: StageModel, config: Any, place: Topology, step: int, epoch: int) -> dict[str, Any]:
     """Return the content of a LoRA file: ``lora_state_dict``, and ``lora_config`` as a dict.
 
     Raises:
@@ -27,29 +27,29 @@ def lora_state(trainer: Any, place: Topology, step: int, epoch: int) -> dict[str
         "stage": place.stage,
         "tp_rank": place.tp_rank,
         "tp_size": place.tp,
-        "lora_state_dict": live_adapters(trainer),
-        "lora_config": plain_config(attribute(trainer, "lora_config")),
+        "lora_state_dict": adapters_of(model),
+        "lora_config": plain_config(config),
     }
 
 
-def live_adapters(trainer: Any) -> dict[str, Any]:
-    """Return the tensors of the adapters; they share memory with the live ones."""
-    found = adapters_in(whole_state(unwrapped(module_of(trainer))))
+def adapters_of(model: StageModel) -> dict[str, Any]:
+    """Return the tensors of the adapters; raises ``ValueError`` if there are none."""
+    found = adapters_in(model.bare())
     if not found:
         raise ValueError("optimus_p.run_info.submod: no parameter's name begins with lora_; call apply_lora() first")
     return found
 
 
-def fit_adapters(trainer: Any, state: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the saved adapters under their live names, and what of them does not fit."""
+def fit_adapters(model: StageModel, state: Any) -> Fit:
+    """Fit the adapters in a LoRA file to the live ones, by the names that those have in their wrappers."""
     saved = state.get("lora_state_dict") if isinstance(state, Mapping) else None
     if not isinstance(saved, Mapping):
-        return {}, ["it holds no lora_state_dict"]
-    found = fit_names(live_adapters(trainer), dict(saved), {})
-    return found.state, found.misfits
+        return Fit({}, ["it holds no lora_state_dict"])
+    adapters_of(model)
+    return fit_names(adapters_in(model.state_dict()), dict(saved), {})
 
 
-def hf_state(trainer: Any, place: Topology, step: int | None, epoch: int | None) -> dict[str, Any]:
+def hf_state(model: StageModel, place: Topology, step: int | None, epoch: int | None) -> dict[str, Any]:
     """Return the content of an HF file, as the trainer's merge script reads it."""
     return {
         "stage": place.stage,
@@ -58,7 +58,7 @@ def hf_state(trainer: Any, place: Topology, step: int | None, epoch: int | None)
         "pp_size": place.pp,
         "step": step,
         "epoch": epoch,
-        "state_dict": without_adapters(whole_state(unwrapped(module_of(trainer)))),
+        "state_dict": without_adapters(model.bare()),
     }
 
 

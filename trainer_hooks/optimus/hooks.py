@@ -12,10 +12,11 @@ from ckpt_service.records import Retention
 from trainer_hooks.beside import Wanted
 from trainer_hooks.checkpointer import Checkpointer
 from trainer_hooks.choice import whose_is_unknown
-from trainer_hooks.optimus.export import fit_adapters, hf_state, live_adapters, lora_state
-from trainer_hooks.optimus.place import RunPlace, optimizer_of
-from trainer_hooks.optimus.state import copy_into
+from trainer_hooks.optimus.export import fit_adapters, hf_state, lora_state
+from trainer_hooks.optimus.place import RunPlace, attribute, optimizer_of
+from trainer_hooks.optimus.state import StageModel
 from trainer_hooks.resume import ResumePoint
+from trainer_hooks.saves import Later
 from trainer_hooks.saving import Target
 from trainer_hooks.tickets import SaveTicket
 
@@ -25,12 +26,13 @@ _LORA_KEPT = 2
 class Hooks:
     """What the methods share: the trainer, its checkpointer, its place. ``save_*`` return at once on every rank.
 
-    Each ``save_*`` has to be called by all ranks, and only data-parallel rank 0 writes. Relative directories are below
-    the root, which is where the trainer has its own.
+    Each ``save_*`` has to be called by all ranks; only data-parallel rank 0 writes, but mistakes raise on all. Relative
+    directories are below the root, which is where the trainer has its own.
     """
 
-    def __init__(self, trainer: Any, checkpointer: Checkpointer, place: RunPlace) -> None:
+    def __init__(self, trainer: Any, model: StageModel, checkpointer: Checkpointer, place: RunPlace) -> None:
         self._trainer = trainer
+        self._model = model
         self._checkpointer = checkpointer
         self._place = place
 
@@ -40,7 +42,7 @@ class Hooks:
         Raises:
             ValueError: a number is wrong, the optimizer is not set, or the state cannot be saved.
         """
-        optimizer_of(self._trainer)  # a mistake is one on every rank, also where nothing is written
+        optimizer_of(self._trainer)  # also where nothing is written
         return self._checkpointer.save(step, epoch)
 
     def load_ckpt(self, step: int | None = None, epoch: int | None = None) -> ResumePoint | None:
@@ -64,12 +66,14 @@ class Hooks:
         Raises:
             ValueError: there are no adapters, or ``lora_config`` holds something that is no plain value.
         """
-        live_adapters(self._trainer)  # as in save_ckpt
         place = self._place.topology
-        state = lora_state(self._trainer, place, step, epoch) if place.is_writer else {}
+
+        def state() -> dict[str, Any]:
+            return lora_state(self._model, attribute(self._trainer, "lora_config"), place, step, epoch)
+
         directory = self._below_root(naming.lora_directory(place.stage, lora_dir))
         target = Target("lora", directory, Retention(keep_last=_LORA_KEPT))
-        return self._checkpointer.save_to(target, step, epoch, state, final=False)
+        return self._checkpointer.save_to(target, step, epoch, Later(state), final=False)
 
     def load_lora_ckpt(self, step: int, epoch: int, lora_dir: str | None = None) -> str:
         """Load adapters into the module; collective. They are looked for where ``save_lora_ckpt`` puts them, and in
@@ -93,7 +97,7 @@ class Hooks:
     def save_hf_ckpt(self, save_dir: str, step: int | None = None, epoch: int | None = None) -> SaveTicket:
         """Save the model of this stage for the trainer's merge script, in place of what ``save_dir`` held before."""
         place = self._place.topology
-        state = hf_state(self._trainer, place, step, epoch) if place.is_writer else {}
+        state = Later(lambda: hf_state(self._model, place, step, epoch))
         target = Target("hf", self._below_root(save_dir), Retention(keep_last=1))
         return self._checkpointer.save_to(target, step or 0, epoch or 0, state, final=False)
 
@@ -101,13 +105,12 @@ class Hooks:
         return os.path.abspath(os.path.join(self._place.root, os.fspath(directory)))
 
     def _check_adapters(self, state: Any) -> None:
-        _, misfits = fit_adapters(self._trainer, state)
+        misfits = fit_adapters(self._model, state).misfits
         if misfits:
             raise StateMismatch("the adapters do not fit: " + "; ".join(misfits), op="load")
 
     def _restore_adapters(self, state: Any) -> None:
-        saved, _ = fit_adapters(self._trainer, state)
-        copy_into(live_adapters(self._trainer), saved)
+        self._model.load_state_dict(fit_adapters(self._model, state).state)
 
     def _refuse_unknown_part(self) -> None:
         """Tell old files that nobody can load apart from a fresh start; all ranks raise, or none."""

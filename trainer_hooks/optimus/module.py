@@ -43,15 +43,12 @@ def local(tensor: Any) -> torch.Tensor:
     return (local_part(tensor) if is_dtensor(tensor) else tensor).detach()
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of ``DistributedDataParallel`` and ``torch.compile``."""
-    while True:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
-            module = inner
-        else:
-            return module
+def wrappers(module: torch.nn.Module) -> str:
+    """Return what ``DistributedDataParallel`` and ``torch.compile`` have put before all names."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        return "module." + wrappers(module.module)
+    inner = getattr(module, "_orig_mod", None)
+    return "_orig_mod." + wrappers(inner) if isinstance(inner, torch.nn.Module) else ""
 
 
 def is_lora(name: str) -> bool:

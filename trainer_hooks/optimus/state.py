@@ -14,7 +14,7 @@ import torch
 
 from ckpt_service.errors import StateRefused
 from trainer_hooks.fitting import Fit, fit, fit_names
-from trainer_hooks.optimus.module import is_lora, local, trainable, whole_state
+from trainer_hooks.optimus.module import is_lora, local, trainable, whole_state, wrappers
 from trainer_hooks.optimus.place import module_of, optimizer_of
 from trainer_hooks.sharding import Keys, Sharding, describe, is_dtensor
 from trainer_hooks.topology import Topology
@@ -30,8 +30,13 @@ class StageModel:
         self._at_first = _base_names(whole_state(module_of(trainer)))
         self._order: list[list[str]] | None = None
 
+    def bare(self) -> dict[str, Any]:
+        """Return the whole state as :meth:`state_dict`, under names without those of wrappers."""
+        prefix = wrappers(module_of(self._trainer))
+        return {name.removeprefix(prefix): value for name, value in self.state_dict().items()}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state.
+        """Return the whole state; its tensors share memory with the live ones.
 
         Raises:
             StateRefused: it is not whole, or swapped parameters cannot be told apart; says why.
@@ -51,11 +56,10 @@ class StageModel:
         return fit_names(self._live(), saved, {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a state that fits into the live tensors, and into what stands for them in a swapped optimizer."""
+        """Copy a state that fits, or a part of one, into the live tensors and those that a swapped optimizer holds."""
         module = module_of(self._trainer)
-        swapped = self._live()
-        for live in (whole_state(module), swapped):
-            copy_into(live, state)
+        for live in (whole_state(module), self._live()):
+            _copy_into(live, state)
         for name, value in state.items():
             path, _, last = name.rpartition(".")
             if last == _EXTRA:
@@ -119,8 +123,7 @@ class StageOptimizer:
         optimizer_of(self._trainer).load_state_dict(state)
 
 
-def copy_into(live: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Copy tensors into live ones of the same names and shapes, in place."""
+def _copy_into(live: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, value in state.items():
             target = live.get(name)
