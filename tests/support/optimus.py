@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH = 8
@@ -40,12 +39,12 @@ class LoRALinear(nn.Module):
     def __init__(self, base_linear: nn.Module, r: int, out_features: int) -> None:
         super().__init__()
         self.base_linear = base_linear
-        self.lora_A = nn.Parameter(torch.randn(r, WIDTH))
-        self.lora_B = nn.Parameter(torch.randn(out_features, r))
+        self.lora_A = nn.Linear(WIDTH, r, bias=False)
+        self.lora_B = nn.Linear(r, out_features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base_linear(x)
-        return out + x @ self.lora_A.t() @ self.lora_B.t()
+        return out + self.lora_B(self.lora_A(x))
 
 
 class Block(nn.Module):
@@ -111,8 +110,6 @@ class Optimus:
         module: nn.Module = Stage(first=stage == 0, last=stage == pp - 1)
         if tp > 1:
             parallelize_module(module, self._mesh["tp"], {name: style() for name, style in PLAN.items()})
-            if dp > 1:
-                _pre_dp_module_transform(module)
         self.run_info = SimpleNamespace(submod=self._replicated(module))
         torch.manual_seed(seed * 100 + 10 * replica + stage)  # and draw numbers of their own later, by replica
         self._grads_of: list[nn.Parameter] | None = None
@@ -129,7 +126,9 @@ class Optimus:
         inner = self.run_info.submod.module if self.tpl.dp_size > 1 else self.run_info.submod
         for parameter in inner.parameters():
             parameter.requires_grad_(False)
-        inner.block.up = LoRALinear(inner.block.up, config.r, 16 // self.tpl.tp_size)
+        inner.block.up = LoRALinear(inner.block.up, config.r, 16)
+        if self.tpl.tp_size > 1:
+            parallelize_module(inner, self._mesh["tp"], {"block.up.lora_B": ColwiseParallel()})
         self.run_info.submod = self._replicated(inner)
 
     def run(self, steps: int = 1) -> None:
@@ -200,8 +199,8 @@ class Optimus:
     def _replicated(self, module: nn.Module) -> nn.Module:
         if self.tpl.dp_size == 1:
             return module
-        group = self._mesh.get_group("dp")
-        return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+        # Given a mesh, it prepares split parameters, and so brings about that state_dict() loses them.
+        return DistributedDataParallel(module, device_mesh=self._mesh["dp"], find_unused_parameters=True)
 
 
 def digest(trainer: Optimus) -> str:

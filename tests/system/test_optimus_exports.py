@@ -13,7 +13,7 @@ from support.states import manifest_in
 TESTS = Path(__file__).parents[1]
 ADAPTED = f"""
 sys.path.insert(0, {str(TESTS)!r})
-from support.optimus import LoRAConfig, Optimus
+from support.optimus import LoRAConfig, Optimus, digest
 from trainer_hooks.optimus import enable_async_ckpt
 warnings.filterwarnings("ignore", ".*find_unused_parameters.*")
 def made(seed=1, asynchronous=True):
@@ -23,7 +23,8 @@ def made(seed=1, asynchronous=True):
     trainer.optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.01, foreach=False)
     return trainer
 def adapters(trainer):
-    return [parameter.flatten().tolist() for parameter in trainer.parameters()]
+    held = trainer.optimizer.param_groups[0]["params"] if trainer.optimizer else trainer.parameters()
+    return [getattr(each, "_local_tensor", each).flatten().tolist() for each in held]
 def attempt(work):
     try:
         say("returned", work())
@@ -60,6 +61,10 @@ for directory in ({str(elsewhere)!r}, {str(elsewhere) + "_stage_0"!r}):
     say("back", trainer.load_lora_ckpt(4, 0, lora_dir=directory))
     say("at-3", adapters(trainer))
 attempt(lambda: trainer.load_lora_ckpt(9, 0))
+before = digest(trainer)
+trainer.save_ckpt(5, 0).wait_committed(60)
+trainer.run()
+say("whole", trainer.load_ckpt().step, digest(trainer) == before)
 """,
         dp=2,
         tp=2,
@@ -78,6 +83,7 @@ attempt(lambda: trainer.load_lora_ckpt(9, 0))
     for said in ranks.say("raised"):
         assert said.startswith("ValueError step=9, epoch=0: nothing to load in ")
         assert str(below) in said
+    assert ranks.say("whole") == ["5 True"] * 4, "the optimizer has the adapters only"
     ranks.end()
     assert names(below) == lora(2, 3, tp=2)
     assert names(outside) == lora(4, tp=2)
@@ -109,7 +115,7 @@ if place.is_writer:
     assert path == run.root / "lora_checkpoint_stage_0" / "lora_step_1_epoch_2.pt"
     loaded = torch.load(path, weights_only=True)
     assert loaded["lora_config"] == {"r": 3, "alpha": 16.0, "target_modules": ["up"]}
-    assert list(loaded["lora_state_dict"]) == ["block.up.lora_A", "block.up.lora_B"]
+    assert list(loaded["lora_state_dict"]) == ["block.up.lora_A.weight", "block.up.lora_B.weight"]
     assert (loaded["step"], loaded["epoch"]) == (1, 2)
 
 

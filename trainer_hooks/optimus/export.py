@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer_hooks.fitting import Fit, fit_names
-from trainer_hooks.optimus.module import adapters_in, without_adapters
+from trainer_hooks.optimus.module import adapters_in, local, without_adapters
 from trainer_hooks.optimus.state import StageModel
 from trainer_hooks.topology import Topology
 
@@ -46,7 +46,9 @@ def fit_adapters(model: StageModel, state: Any) -> Fit:
     if not isinstance(saved, Mapping):
         return Fit({}, ["it holds no lora_state_dict"])
     adapters_of(model)
-    return fit_names(adapters_in(model.state_dict()), dict(saved), {})
+    # Files of the trainer without hooks hold DTensors.
+    plain = {name: local(value) if isinstance(value, torch.Tensor) else value for name, value in saved.items()}
+    return fit_names(adapters_in(model.state_dict()), plain, {})
 
 
 def hf_state(model: StageModel, place: Topology, step: int | None, epoch: int | None) -> dict[str, Any]:
