@@ -6,6 +6,7 @@ thread of its own, in the order of the saves. Nothing here raises into training 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_service import prune, writer
+from ckpt_service import naming, prune, writer
 from ckpt_service.errors import CkptError, SaveFailed, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.prune import History
@@ -70,6 +71,7 @@ class Saver:
         self._finisher = ThreadPoolExecutor(1, "ckpt-finish")
         self._finishing: set[Future[None]] = set()
         self._failures: deque[SaveFailed] = deque()
+        self._swept: set[str] = set()
         place = run.topology
         votes = run.on_full != "block" and run.attempt is not None and place.pp * place.tp > 1
         self._admission = Admission(run.on_full, self._pool, client, run.writers() if votes else Solo())
@@ -224,6 +226,7 @@ class Saver:
         limit = RateLimit(config.rate_limit_bytes_per_second)
         try:
             with LocalDirectory.open(offer.directory) as directory:
+                self._sweep_once(directory, manifest)
                 writer.commit(
                     snapshot,
                     directory,
@@ -242,6 +245,21 @@ class Saver:
         finally:
             snapshot.view.release()
             self._pool.give_back(slot)
+
+    def _sweep_once(self, directory: LocalDirectory, manifest: ShardManifest) -> None:
+        """Delete what earlier starts have left half written of this shard, as a daemon does."""
+
+        def is_dead(name: naming.PartialName) -> bool:
+            shard = naming.parse_shard(name.final)
+            if shard is None or name.attempt >= manifest.attempt:
+                return False
+            own = (manifest.kind, manifest.tp_rank)
+            return (shard.kind, shard.tp_rank or 0) == own and shard.stage in (None, manifest.stage)
+
+        if directory.path not in self._swept:
+            self._swept.add(directory.path)
+            with contextlib.suppress(OSError):  # litter costs space only
+                writer.sweep(directory, is_dead)
 
     def _retain(self, history: History) -> None:
         """Delete what is too old. What cannot be deleted is tried again after the next save; the commit stands."""

@@ -16,6 +16,13 @@ sys.path.insert(0, {str(TESTS)!r})
 from support.optimus import LoRAConfig, Optimus, digest
 from trainer_hooks.optimus import enable_async_ckpt, wrap
 warnings.filterwarnings("ignore", ".*find_unused_parameters.*")
+def guarded(call):
+    def guard(*arguments, group=None, **options):
+        assert group is not None and group is not dist.group.WORLD, f"{{call.__name__}} on the default group"
+        return call(*arguments, group=group, **options)
+    return guard
+for name in ("all_gather", "all_reduce", "broadcast", "barrier"):
+    setattr(dist, name, guarded(getattr(dist, name)))
 sizes = dict(pp=place.pp, dp=place.dp, tp=place.tp)
 def made(seed=1, **options):
     return Optimus(root, seed=seed, checkpoint=True, **sizes, **options)

@@ -119,6 +119,24 @@ if place.is_writer:
     assert (loaded["step"], loaded["epoch"]) == (1, 2)
 
 
+def test_what_earlier_starts_left_half_written_is_cleared_away(run: RunDirectory) -> None:
+    """Also without a daemon, and only what is this shard's own."""
+    directory = run.root / "lora_checkpoint_stage_0"
+    directory.mkdir(parents=True)
+    own, newer, other = (
+        f".lora_step_1_epoch_0{tp}.pt.{n}-1-host-0.partial" for tp, n in (("", 1), ("", 9), ("_tp1", 1))
+    )
+    for name in (own, newer, other):
+        (directory / name).touch()
+    body = ADAPTED + 'made(asynchronous=False).save_lora_ckpt(2, 0).wait_committed(60)\nsay("saved")\n'
+    for start in (1, 2):
+        ranks = run.ranks(body)
+        ranks.say("saved")
+        ranks.kill()
+        assert ((directory / own).exists(), (directory / newer).exists()) == (start == 1, True)
+    assert (directory / other).exists()
+
+
 def test_old_lora_files_with_a_config_object_load(run: RunDirectory) -> None:
     ranks = run.ranks(
         ADAPTED
@@ -144,7 +162,7 @@ def test_stages_keep_two_of_the_same_steps_over_restarts(run: RunDirectory) -> N
         + """
 trainer = made()
 for line in sys.stdin:
-    trainer.save_lora_ckpt(int(line), 0).wait_committed(60)
+    trainer.save_lora_ckpt(int(line), 0).accepted.result(60)
     say("saved")
 """
     )
