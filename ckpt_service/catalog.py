@@ -157,6 +157,7 @@ class Evidence:
     with neither a file nor an entry is unknown: what it lacks may still come. Where files are listed, they count, and
     reports only add what is newer. ``slots`` bounds how far a set may fall behind and still count as coming.
     ``unread``: the paths of records of attempts that are there and cannot be read; the lineage may be another one.
+    ``run_id`` is given where no records are, to say whose the directory is.
     """
 
     shards: Sequence[Shard]
@@ -165,6 +166,7 @@ class Evidence:
     committed: Reports = field(default_factory=dict)
     slots: int = 2
     unread: tuple[str, ...] = ()
+    run_id: str | None = None
 
 
 def build(evidence: Evidence) -> Catalog:
@@ -172,7 +174,7 @@ def build(evidence: Evidence) -> Catalog:
     groups, legacy, strange = _sorted_out(evidence.shards)
     reports = _believed(evidence)
     sets = [_as_set(shards, reports) for shards in groups]
-    run_id = _run_id(evidence.attempts, sets)
+    run_id = evidence.run_id or _run_id(evidence.attempts, sets)
     own = [checkpoint for checkpoint in sets if checkpoint.run_id == run_id]
     records = {attempt.n: attempt for attempt in evidence.attempts if attempt.run_id == run_id}
     lineage = Lineage.derive(records, own)

@@ -23,9 +23,10 @@ _PARTIAL = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}-([A-Za-z0-9._-]+)-([0-9a-f]
 _KEPT = re.compile(rf"\.(.+)\.{_NUMBER}-{_NUMBER}\.kept", re.ASCII)
 _ATTEMPT = re.compile(rf"{_NUMBER}\.json", re.ASCII)
 _STAGE = re.compile(rf"checkpoint_(?:(.+)_)?{_NUMBER}", re.ASCII | re.DOTALL)
-_LORA_STAGE = re.compile(rf"(.+)_stage_{_NUMBER}", re.ASCII | re.DOTALL)
+_LORA_STAGE = re.compile(rf"(.*)_stage_{_NUMBER}", re.ASCII | re.DOTALL)
 
 SERVICE_PREFIX = ".ckpt_service"
+NO_POSTFIX = "None"  # how the old Optimus Prime trainer spells it
 ATTEMPTS = "attempts"
 PINS = "pins"
 LAUNCHES = "launches"
@@ -118,8 +119,21 @@ def postfix_of(name: str) -> str | None:
     """Return the postfix of the run that an entry of a root belongs to; None for all else, also without a postfix."""
     if name.startswith(f"{SERVICE_PREFIX}_"):
         return name[len(SERVICE_PREFIX) + 1 :] or None
+    found = read_stage_directory(name)
+    return found[0] if found else None
+
+
+def former_stage_directory(stage: int) -> str:
+    """Return where the old Optimus Prime trainer wrote when no postfix was given; ours are never written there."""
+    return stage_directory(stage, NO_POSTFIX)
+
+
+def read_stage_directory(name: str) -> tuple[str | None, int] | None:
+    """Return the postfix and the stage that a stage directory's name says; the old trainer spells no postfix "None"."""
     match = _STAGE.fullmatch(name)
-    return match[1] if match else None
+    if match is None:
+        return None
+    return (None if match[1] in (None, NO_POSTFIX) else match[1]), int(match[2])
 
 
 def lora_directory(stage: int, lora_dir: str | None) -> str:
@@ -128,7 +142,7 @@ def lora_directory(stage: int, lora_dir: str | None) -> str:
 
 
 def parse_lora_directory(name: str) -> tuple[str, int] | None:
-    """Return (``lora_dir``, stage) if this is the name of a directory of LoRA shards, else None."""
+    """Return what all stages' directories of LoRA shards share in their names, and the stage; None for others."""
     match = _LORA_STAGE.fullmatch(name)
     return (match[1], int(match[2])) if match else None
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from ckpt_service import image, retention, scan
-from ckpt_service.catalog import Catalog, Evidence, Shard, build
+from ckpt_service.catalog import Catalog, Evidence, Shard, State, build
 from ckpt_service.errors import CkptError, DamagedCheckpoint, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.records import Retention, ShardManifest
@@ -22,6 +22,8 @@ from ckpt_service.storage import Directory, LocalDirectory
 
 Key = tuple[Kind, int, int]
 """(kind, stage, tp rank)"""
+
+_FORMER_DIRECTORIES = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,12 @@ class Retained:
     deleted: int
     errors: tuple[CkptError, ...]
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether there may be more to delete once other ranks have committed, or when it is tried again."""
+        partial = any(found.state is State.PARTIAL for found in self.catalog.of_kind(self.history.manifest.kind))
+        return partial or bool(self.errors)
+
 
 def retain(
     root: str, postfix: str | None, histories: Sequence[History], look: scan.Look = scan.inspect
@@ -59,8 +67,9 @@ def retain(
     for history in histories:
         catalog = train
         if history.manifest.kind != "train":
-            shards = tuple(scan.scan_directory(history.directory.path, history.manifest.stage))
-            catalog = build(replace(evidence, shards=shards))
+            m = history.manifest
+            shards = [s for s in scan.scan_all_stages(history.directory.path, m.stage, look) if s.name.kind == m.kind]
+            catalog = build(scan.evidence_beside(shards, m.run_id, evidence.slots))
         done.append(_retain_one(history, catalog, evidence))
     return done
 
@@ -169,20 +178,22 @@ def _uncertainty(unread: Sequence[str], catalog: Catalog) -> CkptError | None:
 
 @dataclass
 class Pruner:
-    """The histories of all shards that a daemon writes. Used on one thread only; owns the directories."""
+    """The histories of all shards that a daemon writes. Used on one thread only; owns the directories.
+
+    A shard of LoRA or HF files has one history for each directory; those that are not written to any more are looked at
+    until nothing in them waits for other ranks.
+    """
 
     root: str
     postfix: str | None
-    _histories: dict[Key, History] = field(default_factory=dict)
+    _histories: dict[tuple[Key, str], History] = field(default_factory=dict)
     _memory: scan.Memory = field(default_factory=scan.Memory)
 
     def retain_after(self, manifest: ShardManifest, directory: LocalDirectory, policy: Retention) -> list[Retained]:
         """Note a commit and make a pass over all histories."""
         history = History(manifest, LocalDirectory(os.dup(directory.fd), directory.path), policy)
-        known = self._histories.get(history.key)
-        if known is not None and isinstance(known.directory, LocalDirectory):
-            known.directory.close()
-        self._histories[history.key] = history
+        self._let_go((history.key, directory.path))
+        self._histories[history.key, directory.path] = history
         return self.retain()
 
     def retain(self) -> list[Retained]:
@@ -190,4 +201,18 @@ class Pruner:
         done = retain(self.root, self.postfix, list(self._histories.values()), self._memory)
         catalogs = {id(retained.catalog): retained.catalog for retained in done}.values()
         self._memory.forget_the_gone(shard for catalog in catalogs for shard in catalog.files())
+        self._let_go_of_former([retained.history for retained in done if not retained.is_unfinished])
         return done
+
+    def _let_go_of_former(self, finished: Sequence[History]) -> None:
+        """Forget directories that a shard has left, if nothing is to come there, or if they are too many."""
+        for key in {history.key for history in self._histories.values()}:
+            former = [history for history in self._histories.values() if history.key == key][:-1]
+            for history in former:
+                if history in finished or len(former) - former.index(history) > _FORMER_DIRECTORIES:
+                    self._let_go((key, history.directory.path))
+
+    def _let_go(self, place: tuple[Key, str]) -> None:
+        known = self._histories.pop(place, None)
+        if known is not None and isinstance(known.directory, LocalDirectory):
+            known.directory.close()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from pydantic import ValidationError
 
@@ -174,6 +173,52 @@ def scan_directory(
             yield shard
 
 
+def scan_stage(root: str, postfix: str | None, stage: int, look: Look = inspect) -> Iterator[Shard]:
+    """Yield the training shards of one stage, with those that the old trainer wrote where "None" was the postfix."""
+    yield from scan_directory(os.path.join(root, naming.stage_directory(stage, postfix)), stage, look)
+    if postfix is None:
+        former = scan_directory(os.path.join(root, naming.former_stage_directory(stage)), stage, look)
+        yield from (shard for shard in former if shard.manifest is None)
+
+
+def scan_all_stages(path: str, stage: int, look: Look = inspect) -> Iterator[Shard]:
+    """Yield the shards in a directory outside the run's own, and in those beside it that hold the other stages.
+
+    HF shards of all stages lie in one directory; the directories of LoRA shards differ in the stage at their end.
+    """
+    parent, name = os.path.split(path)
+    found = naming.parse_lora_directory(name)
+    if found is None or found[1] != stage:
+        yield from scan_directory(path, stage, look)
+        return
+    for beside in _listed(parent):
+        other = naming.parse_lora_directory(beside)
+        if other is not None and other[0] == found[0]:
+            yield from scan_directory(os.path.join(parent, beside), other[1], look)
+
+
+def load_lora(root: str, postfix: str | None) -> dict[str, Catalog]:
+    """Return the LoRA checkpoints below a root, by what the names of their directories begin with."""
+    attempts = load_attempts(root, postfix)
+    run_id, slots = (attempts[-1].run_id, attempts[-1].slots) if attempts else (None, 2)
+    shards: dict[str, list[Shard]] = {}
+    for directory in _listed(root):
+        found = naming.parse_lora_directory(directory)
+        if found is not None:
+            there = scan_directory(os.path.join(root, directory), found[1])
+            shards.setdefault(found[0], []).extend(shard for shard in there if shard.name.kind == "lora")
+    return {name: build(evidence_beside(own, run_id, slots)) for name, own in sorted(shards.items()) if own}
+
+
+def evidence_beside(shards: Sequence[Shard], run_id: str | None, slots: int) -> Evidence:
+    """Return what there is to know of checkpoints of another kind than the training's.
+
+    Without records of attempts and pins, which are about training checkpoints: adapters are loaded without a resume, so
+    the attempts of a run follow each other.
+    """
+    return Evidence(shards, slots=slots, run_id=run_id)
+
+
 def stage_directories(root: str, postfix: str | None) -> dict[int, str]:
     """Return the stage directories of a run, by stage."""
     try:
@@ -186,8 +231,10 @@ def stage_directories(root: str, postfix: str | None) -> dict[int, str]:
 
 def scan_run(root: str, postfix: str | None, look: Look = inspect) -> list[Shard]:
     """Return all training shards of a run."""
-    directories = stage_directories(root, postfix)
-    return [shard for stage, path in directories.items() for shard in scan_directory(path, stage, look)]
+    stages = {*stage_directories(root, postfix)}
+    if postfix is None:
+        stages |= {*stage_directories(root, naming.NO_POSTFIX)}
+    return [shard for stage in sorted(stages) for shard in scan_stage(root, postfix, stage, look)]
 
 
 def scan_other_kinds(root: str) -> list[list[Shard]]:
@@ -276,8 +323,11 @@ def load_catalogs(root: str, postfix: str | None) -> list[Catalog]:
     them only training checkpoints are looked at.
     """
     evidence = load_evidence(root, postfix)
-    others = scan_other_kinds(root) if evidence.attempts else []
-    return [build(evidence), *(build(replace(evidence, shards=shards)) for shards in others)]
+    if not evidence.attempts:
+        return [build(evidence)]
+    run_id = evidence.attempts[-1].run_id
+    beside = (evidence_beside(shards, run_id, evidence.slots) for shards in scan_other_kinds(root))
+    return [build(evidence), *map(build, beside)]
 
 
 def load_evidence(root: str, postfix: str | None, look: Look = inspect) -> Evidence:

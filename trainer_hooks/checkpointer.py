@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable
 from ckpt_service.records import OnFull, Retention
 from ckpt_service.retention import RetentionPolicy
 from trainer_hooks import ending
+from trainer_hooks.beside import Wanted, load_beside
 from trainer_hooks.callbacks import Announcer, OnCommitted
 from trainer_hooks.client import ServiceClient
 from trainer_hooks.launch import Service
@@ -185,6 +186,18 @@ class Checkpointer:
         if step is None and epoch is not None:
             raise ValueError("epoch: give the step as well")
         return self._restorer.resume(step, epoch, strict=strict)
+
+    def load_beside(self, wanted: Wanted, *, check: Callable[[Any], None], restore: Callable[[Any], None]) -> str:
+        """Load a checkpoint of another kind into live objects, for trainers that have such; collective on all ranks.
+
+        Nothing is touched unless ``check`` finds on every rank that it fits. Returns the path of this rank's file.
+
+        Raises:
+            ValueError: there is no such complete checkpoint.
+            CkptError: it is damaged, has another layout, or does not fit.
+        """
+        self._require_usable()
+        return load_beside(self._run, self._saver, wanted, check=check, restore=restore)
 
     def latest(self) -> CheckpointId | None:
         """Return the newest complete checkpoint of this run as this host sees it, or None."""

@@ -34,17 +34,17 @@ def candidates(catalog: Catalog, topology: Topology, step: int | None, epoch: in
     """
     history = catalog.of_kind("train")
     usable = [checkpoint for checkpoint in history if checkpoint.state is State.COMPLETE]
-    legacy = [c for c in history if c.state is State.LEGACY and c.ranks == _all(topology)]
+    legacy = [c for c in history if is_whole_legacy(c, topology)]
     if step is not None:
-        named = _named(usable or legacy, history, step, epoch)
-        _require_layout(named, topology)
+        named = _named([*usable, *legacy], history, topology, step, epoch)
+        require_layout(named, topology)
         return Choice([named], [])
     _require_readable(catalog)
     if usable:
-        _require_layout(usable[0], topology)
+        require_layout(usable[0], topology)
     else:
         if partial := [checkpoint for checkpoint in history if checkpoint.state in (State.PARTIAL, State.DEAD)]:
-            _require_layout(partial[0], topology)  # it may look partial only because there are other ranks now
+            require_layout(partial[0], topology)  # it may look partial only because there are other ranks now
         # Nobody can tell how many files the old trainer wrote, but every rank needs one, or they would part ways here.
         usable = legacy
     damaged = [checkpoint for checkpoint in history if checkpoint.state is State.DAMAGED]
@@ -79,7 +79,47 @@ def own_shard(checkpoint: Checkpoint, topology: Topology) -> Shard:
     return next(shard for shard in checkpoint.shards if (shard.stage, shard.tp_rank) == _mine(topology))
 
 
-def _named(usable: Sequence[Checkpoint], history: Sequence[Checkpoint], step: int, epoch: int | None) -> Checkpoint:
+def whose_is_unknown(checkpoint: Checkpoint, topology: Topology) -> str | None:
+    """Return the file of an old trainer that all tensor-parallel ranks wrote, so that only the last one's is there."""
+    legacy = checkpoint.shards if checkpoint.state is State.LEGACY and topology.tp > 1 else ()
+    return next((shard.path for shard in legacy if shard.name.tp_rank is None), None)
+
+
+def is_whole_legacy(checkpoint: Checkpoint, topology: Topology) -> bool:
+    """Return whether an old trainer left a file for every rank."""
+    whole = checkpoint.state is State.LEGACY and checkpoint.ranks == _all(topology)
+    return whole and whose_is_unknown(checkpoint, topology) is None
+
+
+def why_unusable(checkpoint: Checkpoint, topology: Topology) -> str:
+    """Say why a checkpoint that is not complete cannot be loaded."""
+    if path := whose_is_unknown(checkpoint, topology):
+        return f"{path} holds the part of one of the {topology.tp} tensor-parallel ranks, and nothing says of which"
+    return f"it is {checkpoint.state.value}: {checkpoint.reason}"
+
+
+def saved_beside(found: Sequence[Checkpoint], topology: Topology, step: int, epoch: int, where: str) -> Checkpoint:
+    """Choose among checkpoints of a kind that has no lineage (LoRA): whole ones, this run's first, old ones last.
+
+    Raises:
+        ValueError: there is none of this step and epoch; says ``where`` it was looked for, and what is there instead.
+        LayoutMismatch: it was saved with another pp or tp.
+    """
+    named = [checkpoint for checkpoint in found if (checkpoint.id.step, checkpoint.id.epoch) == (step, epoch)]
+    for checkpoint in named:
+        require_layout(checkpoint, topology)
+    order = (State.COMPLETE, State.FOREIGN, State.LEGACY)
+    whole = [c for c in named if c.state in order and c.ranks == _all(topology)]
+    usable = [c for c in whole if whose_is_unknown(c, topology) is None]
+    if not usable:
+        there = "; ".join(why_unusable(c, topology) for c in named) or "no such file"
+        raise ValueError(f"step={step}, epoch={epoch}: nothing to load in {where}: {there}")
+    return min(usable, key=lambda checkpoint: order.index(checkpoint.state))
+
+
+def _named(
+    usable: Sequence[Checkpoint], history: Sequence[Checkpoint], topology: Topology, step: int, epoch: int | None
+) -> Checkpoint:
     what = f"step={step}" + ("" if epoch is None else f", epoch={epoch}")
 
     def fits(checkpoint: Checkpoint) -> bool:
@@ -87,7 +127,7 @@ def _named(usable: Sequence[Checkpoint], history: Sequence[Checkpoint], step: in
 
     found = [checkpoint for checkpoint in usable if fits(checkpoint)]
     if not found:
-        others = [f"it is {c.state.value}: {c.reason}" for c in history if fits(c)]
+        others = [why_unusable(c, topology) for c in history if fits(c)]
         there = ", ".join(f"{c.id.step}:{c.id.epoch}" for c in usable) or "none"
         raise ValueError(
             f"{what}: no such complete checkpoint; {'; '.join(others) or f'there are (step:epoch) {there}'}"
@@ -98,7 +138,8 @@ def _named(usable: Sequence[Checkpoint], history: Sequence[Checkpoint], step: in
     return found[0]
 
 
-def _require_layout(checkpoint: Checkpoint, topology: Topology) -> None:
+def require_layout(checkpoint: Checkpoint, topology: Topology) -> None:
+    """Raise ``LayoutMismatch`` if a checkpoint was saved with another pp or tp."""
     manifest = checkpoint.shards[0].manifest
     if manifest is None:
         return  # a legacy file does not say how it was split

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -32,6 +32,18 @@ class Fit:
     misfits: list[str] = field(default_factory=list)
 
 
+@runtime_checkable
+class StandIn(Protocol):
+    """A tracked object that stands for a module or an optimizer, which may be another one at each call.
+
+    All replicas have the same of it.
+    """
+
+    def fit_saved(self, saved: Any, shardings: Mapping[Keys, Sharding]) -> Fit:
+        """Fit a saved state to what it stands for, as :func:`fit`."""
+        ...
+
+
 def fit(thing: Any, saved: Any, shardings: Mapping[Keys, Sharding]) -> Fit:
     """Fit a saved state to a live object, of which nothing is changed.
 
@@ -40,6 +52,8 @@ def fit(thing: Any, saved: Any, shardings: Mapping[Keys, Sharding]) -> Fit:
         saved: its saved state.
         shardings: which tensors in it are parts of split ones, by the keys below ``saved``.
     """
+    if isinstance(thing, StandIn):
+        return thing.fit_saved(saved, shardings)
     if isinstance(thing, torch.nn.Module):
         return _fit_module(thing, saved, shardings)
     if isinstance(thing, torch.optim.Optimizer):
@@ -52,7 +66,7 @@ def fit(thing: Any, saved: Any, shardings: Mapping[Keys, Sharding]) -> Fit:
 
 def is_checked(thing: Any) -> bool:
     """Whether this kind of object is known well enough that loading a state that fits will not fail."""
-    return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
+    return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer, StandIn))
 
 
 def _not_of(thing: Any, saved: Any) -> Fit:
@@ -65,7 +79,11 @@ def _not_of(thing: Any, saved: Any) -> Fit:
 def _fit_module(module: torch.nn.Module, saved: Any, shardings: Mapping[Keys, Sharding]) -> Fit:
     if not isinstance(saved, Mapping):
         return _not_of(module, saved)
-    mine = module.state_dict()
+    return fit_names(module.state_dict(), saved, shardings)
+
+
+def fit_names(mine: Mapping[str, Any], saved: Mapping[str, Any], shardings: Mapping[Keys, Sharding]) -> Fit:
+    """Fit saved tensors by their names to live ones: names of wrappers may differ, all else has to be the same."""
     names = _names_now(saved, mine)
     if names:
         saved = _renamed(saved, names, mine)

@@ -11,7 +11,7 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,13 +98,13 @@ def _replica(records: _Records, dp_rank: int, allowed: Allowed) -> LoadedShard |
         os.close(fd)
 
 
-def load_legacy(path: str) -> Any:
-    """Return the state in a file that ``torch.save`` wrote; nothing but torch's own safe types is loaded.
+def load_legacy(path: str, trust: Iterable[type] = ()) -> Any:
+    """Return the state in a file that ``torch.save`` wrote; only torch's own safe types, and ``trust``, are loaded.
 
     Raises:
         DamagedCheckpoint: torch cannot read it.
     """
-    with _saying(path):
+    with _saying(path), torch.serialization.safe_globals(list(trust)):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 

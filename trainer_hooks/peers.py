@@ -30,7 +30,8 @@ class PeerNews:
         """Leave the list of what this rank holds now."""
         place = self._run.topology
         shards = scan.scan_directory(self._run.stage_directory, place.stage)
-        mine = [s.manifest for s in shards if s.tp_rank == place.tp_rank and s.manifest is not None and not s.problem]
+        own = [s for s in shards if (s.name.kind, s.tp_rank) == ("train", place.tp_rank)]
+        mine = [shard.manifest for shard in own if shard.manifest is not None and not shard.problem]
         holds = sorted({(manifest.attempt, manifest.sequence) for manifest in mine})
         with suppress(RuntimeError, OSError):  # it is gone with its rank; the others hold back, up to their bound
             self._exchange.put(_key(place.stage, place.tp_rank), json.dumps(holds).encode())

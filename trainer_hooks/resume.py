@@ -88,7 +88,7 @@ def _listed(run: Run) -> bytes:
         attempts = scan.load_attempts(run.root, run.postfix)
         pins = sorted(scan.load_pins(run.root, run.postfix))
         return _listings.dump_json(_Listing(ranks, shards, attempts, pins))
-    found = scan.scan_directory(run.stage_directory, place.stage) if place.is_writer else []
+    found = scan.scan_stage(run.root, run.postfix, place.stage) if place.is_writer else ()
     own = [shard for shard in found if shard.tp_rank == place.tp_rank]
     return _listings.dump_json(_Listing(ranks, own, [], []))
 
@@ -106,7 +106,7 @@ def load_agreed(
     skipped = list(choice.skipped)
     for checkpoint in choice.candidates:
         shard = own_shard(checkpoint, run.topology)
-        loaded, problems = _load_on_all(run, shard, allowed)
+        loaded, problems = load_on_all(run, shard, _path_here(run, shard), allowed)
         if problems:
             if explicit:
                 raise DamagedCheckpoint("; ".join(problems), op="resume", path=shard.path)
@@ -126,9 +126,18 @@ def _point(checkpoint: Checkpoint, shard: Shard, state: Any, skipped: list[Skipp
     return ResumePoint(found.step, found.epoch, found.attempt, found.sequence, Path(shard.path), "disk", state, skipped)
 
 
-def _load_on_all(run: Run, shard: Shard, allowed: Allowed) -> tuple[LoadedShard | None, list[str]]:
-    """Return this rank's state, and what is wrong with the files of all ranks (then no rank uses its state)."""
-    loaded, mine = _load_own(run, shard, allowed)
+def _path_here(run: Run, shard: Shard) -> str:
+    """Return where this rank looks for a shard of the training."""
+    # Where hosts do not share the directory, the path is that of the rank that saved; the names below it are the same.
+    return shard.path if run.topology.is_writer else os.path.join(run.root, *shard.path.split(os.sep)[-2:])
+
+
+def load_on_all(run: Run, shard: Shard, path: str, allowed: Allowed) -> tuple[LoadedShard | None, list[str]]:
+    """Return this rank's state, and what is wrong with the files of all ranks (then no rank uses its state).
+
+    Collective. ``path`` is where this rank looks for the file; a replica that does not see it there is sent it.
+    """
+    loaded, mine = _load_own(run, shard, path, allowed)
     answers = run.group.gather(mine)
     problems = _problems(answers)
     lacking = [rank for rank, answer in enumerate(answers) if answer == _LACK]
@@ -142,9 +151,7 @@ def _load_on_all(run: Run, shard: Shard, allowed: Allowed) -> tuple[LoadedShard 
     return loaded, _problems(run.group.gather(mine))
 
 
-def _load_own(run: Run, shard: Shard, allowed: Allowed) -> tuple[LoadedShard | None, bytes]:
-    # Where hosts do not share the directory, the path is that of the rank that saved; the name below it is the same.
-    path = shard.path if run.topology.is_writer else os.path.join(run.stage_directory, os.path.basename(shard.path))
+def _load_own(run: Run, shard: Shard, path: str, allowed: Allowed) -> tuple[LoadedShard | None, bytes]:
     if not run.topology.is_writer and not os.path.exists(path):
         return None, _LACK
     return _loaded(path, shard.manifest, allowed, run.topology.dp_rank)
@@ -155,7 +162,7 @@ def _loaded(
 ) -> tuple[LoadedShard | None, bytes]:
     try:
         if manifest is None:
-            return LoadedShard(load_legacy(path)), _HAVE
+            return LoadedShard(load_legacy(path, allowed.trusted)), _HAVE
         return load_rank(path, manifest, allowed, dp_rank=dp_rank), _HAVE
     except DamagedCheckpoint as error:
         return None, _BAD + str(error).encode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,13 @@ from trainer_hooks.tracking import Tracked
 from trainer_hooks.values import Allowed
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OnDemand:
+    """A state that is made once its save has been counted: ranks stay in step also where making it fails on one."""
+
+    make: Callable[[], Any]
 
 
 @dataclass
@@ -79,6 +87,8 @@ class Saves:
         self._warn_of_strangers()
         manifest = self._manifest(target.kind, counts, step, epoch)
         if not self._run.topology.is_writer:
+            if isinstance(state, OnDemand):
+                state.make()  # nothing is copied, and a mistake is one on every rank
             self._contribute(manifest, tracked=state is None)
             ticket.resolve(None)
             return ticket
@@ -112,6 +122,8 @@ class Saves:
     ) -> None:
         with_replicas = state is None and manifest.dp > 1
         later = None
+        if isinstance(state, OnDemand):
+            state = state.make()
         if state is None:
             numbers = {"epoch": manifest.epoch, "step": manifest.step, "stage": manifest.stage}
             state = {**numbers, **self._tracked.collect()}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_service import prune, writer
+from ckpt_service import naming, prune, writer
 from ckpt_service.errors import CkptError, SaveFailed, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.prune import History
@@ -75,6 +75,7 @@ class Saver:
         self._finisher = ThreadPoolExecutor(1, "ckpt-finish")
         self._finishing: set[Future[None]] = set()
         self._failures: deque[SaveFailed] = deque()
+        self._swept: set[str] = set()
         place = run.topology
         votes = run.on_full != "block" and run.attempt is not None and place.pp * place.tp > 1
         self._admission = Admission(run.on_full, self._pool, client, run.writers() if votes else Solo())
@@ -270,6 +271,7 @@ class Saver:
         limit = RateLimit(config.rate_limit_bytes_per_second)
         try:
             with LocalDirectory.open(offer.directory) as directory:
+                self._sweep_once(directory, manifest)
                 writer.commit(
                     snapshot,
                     directory,
@@ -287,6 +289,21 @@ class Saver:
             ticket.fail(from_os_error(error, op=f"saving step {manifest.step}", kind=SaveFailed))
         finally:
             snapshot.view.release()
+
+    def _sweep_once(self, directory: LocalDirectory, manifest: ShardManifest) -> None:
+        """Delete what earlier starts have left half written of this shard, as a daemon does."""
+
+        def is_dead(name: naming.PartialName) -> bool:
+            shard = naming.parse_shard(name.final)
+            if shard is None or name.attempt >= manifest.attempt:
+                return False
+            own = (manifest.kind, manifest.tp_rank)
+            return (shard.kind, shard.tp_rank or 0) == own and shard.stage in (None, manifest.stage)
+
+        if directory.path not in self._swept:
+            self._swept.add(directory.path)
+            with contextlib.suppress(OSError):  # litter costs space only
+                writer.sweep(directory, is_dead)
 
     def _retain(self, history: History) -> None:
         """Delete what is too old. What cannot be deleted is tried again after the next save; the commit stands."""

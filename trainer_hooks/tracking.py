@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ckpt_service.errors import StateMismatch, StateRefused
-from trainer_hooks.fitting import fit, is_checked
+from trainer_hooks.fitting import StandIn, fit, is_checked
 from trainer_hooks.sharding import Keys, Sharding, below, describe, is_dtensor, refuse_object
 from trainer_hooks.topology import Topology
 
@@ -167,7 +167,7 @@ class Tracked:
 def _may_refuse(thing: Stateful) -> bool:
     """Whether loading may fail although nothing that does not fit was found: the object has its own way to load."""
     known = (torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict)
-    return getattr(type(thing), "load_state_dict", None) not in known
+    return not isinstance(thing, StandIn) and getattr(type(thing), "load_state_dict", None) not in known
 
 
 def _held_bytes(thing: Stateful) -> int:

@@ -90,6 +90,11 @@ class Allowed:
                 raise ValueError(f"trust={shown}: it must hold classes that can be imported by their name")
             self._trusted[_name(cls)] = cls
 
+    @property
+    def trusted(self) -> tuple[type, ...]:
+        """The classes that the user vouches for."""
+        return tuple(self._trusted.values())
+
     def find(self, module: str, name: str) -> Any | None:
         """Return what ``module.name`` stands for, or None if it may not be named."""
         full = f"{module}.{name}"

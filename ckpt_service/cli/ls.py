@@ -21,22 +21,24 @@ from ckpt_service.cli.common import (
     size,
 )
 from ckpt_service.records import SCHEMA_VERSION
-from ckpt_service.scan import load_catalog
+from ckpt_service.scan import load_catalog, load_lora
 
 
 def ls(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> None:
-    """List the checkpoints of a run, newest first."""
+    """List the checkpoints of a run, newest first, and then the LoRA checkpoints below the root."""
     root, postfix = absolute_root(root), checked_postfix(postfix)
-    catalog = load_catalog(root, postfix)
+    found = [(checkpoint, "") for checkpoint in load_catalog(root, postfix).checkpoints]
+    for name, catalog in load_lora(root, postfix).items():
+        found += [(checkpoint, f"LoRA, {name}") for checkpoint in catalog.checkpoints]
     if as_json:
-        rows = [_row(checkpoint) for checkpoint in catalog.checkpoints]
+        rows = [_row(checkpoint) for checkpoint, _ in found]
         print_json({"schema_version": SCHEMA_VERSION, "root": root, "checkpoints": rows})
         return
-    if not catalog.checkpoints:
+    if not found:
         complain(f"no checkpoints in {root}{elsewhere(root, postfix)}")
         return
     lines: list[tuple[str, ...]] = [("STEP", "EPOCH", "STATE", "RANKS", "SIZE", "COMMITTED", "ATTEMPT", "NOTE")]
-    lines += [_columns(checkpoint) for checkpoint in catalog.checkpoints]
+    lines += [_columns(checkpoint, kind) for checkpoint, kind in found]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -55,8 +57,9 @@ def _row(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _columns(checkpoint: Checkpoint) -> tuple[str, ...]:
-    note = [checkpoint.reason] if checkpoint.reason else []
+def _columns(checkpoint: Checkpoint, kind: str) -> tuple[str, ...]:
+    note = [kind] if kind else []
+    note += [checkpoint.reason] if checkpoint.reason else []
     note += ["pinned"] if checkpoint.pinned else []
     return (
         str(checkpoint.id.step),

@@ -22,7 +22,7 @@ from ckpt_service.cli.common import (
 )
 from ckpt_service.newer import unreadable_newest
 from ckpt_service.records import SCHEMA_VERSION
-from ckpt_service.scan import load_catalog
+from ckpt_service.scan import load_catalog, load_lora
 from ckpt_service.verify import FileReport, verify_shard
 
 
@@ -40,7 +40,7 @@ def verify(
     """
     root, postfix = absolute_root(root), checked_postfix(postfix)
     catalog = load_catalog(root, postfix)
-    shards = _chosen(catalog, everything)
+    shards = _chosen(root, postfix, catalog, everything=everything)
     if not everything and (newer := unreadable_newest(catalog)) is not None:
         complain(f"step {newer.id.step} epoch {newer.id.epoch} is not checked: {newer.reason}")
     if not shards:
@@ -61,9 +61,10 @@ def verify(
         sys.exit(Exit.DAMAGED)
 
 
-def _chosen(catalog: Catalog, everything: bool) -> list[Shard]:
+def _chosen(root: str, postfix: str | None, catalog: Catalog, *, everything: bool) -> list[Shard]:
     if everything:
-        return [shard for checkpoint in catalog.checkpoints for shard in checkpoint.shards]
+        catalogs = [catalog, *load_lora(root, postfix).values()]
+        return [shard for found in catalogs for checkpoint in found.checkpoints for shard in checkpoint.shards]
     newest = catalog.newest_complete()
     return list(newest.shards) if newest else []
 

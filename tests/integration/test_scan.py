@@ -426,6 +426,68 @@ def test_pruner_looks_after_all_its_shards(tmp_path: Path) -> None:
     assert files(tmp_path / "checkpoint_0") == [f"ckpt_step_{s}_epoch_0_tp{t}.pt" for s in (3, 4) for t in range(2)]
 
 
+def lora_saved(directory: Path, step: int, tp_rank: int, *, stage: int = 0, pp: int = 1, tp: int = 2) -> Any:
+    """Commit a LoRA shard; return what the daemon then tells its pruner."""
+    changes = {"kind": "lora", "step": step, "sequence": step, "tp_rank": tp_rank, "tp": tp, "stage": stage, "pp": pp}
+    write_shard(directory, None, **changes)
+    with LocalDirectory.open(str(directory)) as opened:
+        return snapshot(None, **changes).manifest, LocalDirectory(os.dup(opened.fd), opened.path)
+
+
+def test_a_directory_that_a_shard_has_left_is_looked_after_until_its_last_set_is_whole(tmp_path: Path) -> None:
+    write_attempt(tmp_path, 1)
+    pruner = Pruner(str(tmp_path), None)
+    old, new = tmp_path / "a_stage_0", tmp_path / "b_stage_0"
+
+    def commit(directory: Path, step: int, tp_rank: int) -> None:
+        made, opened = lora_saved(directory, step, tp_rank)
+        with opened:
+            pruner.retain_after(made, opened, Retention())
+
+    for step in (1, 2):
+        commit(old, step, 0)
+        commit(old, step, 1)
+    commit(old, 3, 0)
+    commit(new, 4, 0)
+    assert "lora_step_1_epoch_0_tp0.pt" in files(old), "step 3 is not whole yet"
+    commit(old, 3, 1)
+    assert files(old) == [f"lora_step_{step}_epoch_0_tp{tp}.pt" for step in (2, 3) for tp in (0, 1)]
+
+
+def test_directories_that_a_shard_has_left_are_not_held_open_for_ever(tmp_path: Path) -> None:
+    write_attempt(tmp_path, 1)
+    pruner = Pruner(str(tmp_path), None)
+    before = len(os.listdir("/proc/self/fd"))
+    for step in range(1, 30):
+        made, opened = lora_saved(tmp_path / f"{step}_stage_0", step, 0)  # its peer never comes
+        with opened:
+            pruner.retain_after(made, opened, Retention())
+    assert len(os.listdir("/proc/self/fd")) - before < 10
+
+
+def test_the_stages_of_lora_shards_have_one_history_and_strangers_have_none(tmp_path: Path) -> None:
+    write_attempt(tmp_path, 1)
+    write_attempt(tmp_path, 2)  # it did not resume: adapters are loaded by name
+    pruner = Pruner(str(tmp_path), None)
+    directories = [tmp_path / f"lora_stage_{stage}" for stage in (0, 1)]
+    stranger = {"kind": "lora", "run_id": "another", "attempt": 9}
+    write_shard(directories[0], None, **stranger, step=7)
+    write_shard(tmp_path / "other_stage_1", None, kind="lora", stage=1, pp=2, step=5, sequence=5)
+    for step in (1, 2, 3):
+        for stage in (0, 1) if step < 3 else (0,):
+            write_shard(directories[stage], None, kind="lora", stage=stage, pp=2, step=step, sequence=step)
+    made, opened = lora_saved(directories[0], 4, 0, pp=2, tp=1)
+    with opened:
+        pruner.retain_after(made.model_copy(update={"attempt": 2}), opened, Retention())
+    assert files(directories[0]) == [f"lora_step_{step}_epoch_0.pt" for step in (1, 2, 3, 4, 7)], "3 and 4 are partial"
+    for step in (3, 4):
+        made, opened = lora_saved(directories[1], step, 0, stage=1, pp=2, tp=1)
+        with opened:
+            pruner.retain_after(made.model_copy(update={"attempt": 2}), opened, Retention())
+    assert files(directories[0]) == [f"lora_step_{step}_epoch_0.pt" for step in (3, 4, 7)]
+    assert files(directories[1]) == [f"lora_step_{step}_epoch_0.pt" for step in (3, 4)]
+
+
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 

@@ -272,6 +272,32 @@ def test_a_postfix_that_cannot_be_in_a_name_is_refused_by_name(postfix: str) -> 
         naming.check_postfix(postfix)
 
 
+@given(NUMBERS, POSTFIXES)
+def test_a_stage_directory_says_its_postfix_and_stage(stage: int, postfix: str | None) -> None:
+    assert naming.read_stage_directory(naming.stage_directory(stage, postfix)) == (
+        None if postfix == "None" else postfix or None,
+        stage,
+    )
+
+
+@pytest.mark.parametrize("name", ["checkpoint_", "checkpoint_a", "checkpoint_01", "x_checkpoint_1", "checkpoint_1_"])
+def test_a_strangers_directory_says_nothing(name: str) -> None:
+    assert naming.read_stage_directory(name) is None
+
+
+def test_where_the_old_trainer_wrote_without_a_postfix() -> None:
+    assert naming.former_stage_directory(3) == "checkpoint_None_3"
+    assert naming.read_stage_directory("checkpoint_None_3") == (None, 3)
+
+
+def test_lora_directories_of_all_stages_have_one_beginning() -> None:
+    assert naming.parse_lora_directory(naming.lora_directory(12, None)) == ("lora_checkpoint", 12)
+    assert naming.parse_lora_directory("a_stage_1_stage_2") == ("a_stage_1", 2)
+    assert naming.parse_lora_directory("_stage_0") == ("", 0), "of lora_dir='adapters/'"
+    for name in ("a_stage_01", "a_stage_", "a_stage_1x", "lora_checkpoint"):
+        assert naming.parse_lora_directory(name) is None
+
+
 def test_lora_directories() -> None:
     assert naming.lora_directory(2, None) == naming.lora_directory(2, "") == "lora_checkpoint_stage_2"
     assert naming.lora_directory(2, "/data/adapters") == "/data/adapters_stage_2"

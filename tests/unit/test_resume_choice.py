@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.checkpoints import attempt, catalog, legacy, shard, shards, topologies
+from support.checkpoints import RUN, attempt, catalog, legacy, shard, shards, topologies
 
-from ckpt_service.catalog import Catalog, Shard
+from ckpt_service.catalog import Catalog, Shard, build
 from ckpt_service.errors import LayoutMismatch, NewerFormat
 from ckpt_service.records import Attempt
-from trainer_hooks.choice import Choice, candidates, own_shard
+from ckpt_service.scan import evidence_beside
+from trainer_hooks.choice import Choice, candidates, own_shard, saved_beside
 from trainer_hooks.topology import Topology
 
 ALONE = Topology()
@@ -194,6 +195,56 @@ def test_legacy_files_are_tried_by_epoch_and_step_when_there_is_nothing_else() -
 def test_a_legacy_step_needs_a_file_for_every_rank() -> None:
     both = [legacy("ckpt_step_1_epoch_0.pt", stage=stage) for stage in (0, 1)]
     assert tried(catalog([*both, legacy("ckpt_step_2_epoch_0.pt")]), pp=2) == [1]
+
+
+def test_an_old_file_that_all_tensor_parallel_ranks_wrote_is_nobodys() -> None:
+    """Also beside one that says its rank: the first may hold the same part."""
+    alone = catalog([legacy("ckpt_step_1_epoch_0.pt")])
+    beside = catalog([legacy("ckpt_step_1_epoch_0.pt"), legacy("ckpt_step_1_epoch_0_tp1.pt")])
+    for found in (alone, beside):
+        assert tried(found, tp=2) == []
+        with pytest.raises(ValueError, match=r"ckpt_step_1_epoch_0.pt holds the part of one of the 2 tensor-parallel"):
+            candidates(found, Topology(0, 1, 1, 2), 1, None)
+        assert tried(catalog([legacy(f"ckpt_step_1_epoch_0_tp{rank}.pt") for rank in (0, 1)]), tp=2) == [1]
+
+
+def test_an_old_file_can_be_named_although_newer_ones_are_there() -> None:
+    found = catalog([legacy("ckpt_step_1_epoch_0.pt"), shard(1, 1, 5)], attempt(1))
+    assert [c.id.attempt for c in chosen(found, step=1).candidates] == [0]
+
+
+# --- beside the training ----------------------------------------------------------------------------------------------
+
+
+def beside(files: list[Shard], *, tp: int = 1, step: int = 3) -> tuple[int, str]:
+    found = build(evidence_beside(files, RUN, 2)).of_kind("lora")
+    taken = saved_beside(found, Topology(0, 1, 1, tp), step, 0, "here")
+    return taken.id.attempt, taken.state.value
+
+
+def test_of_adapters_saved_twice_the_whole_later_set_is_taken() -> None:
+    old = [shard(1, 9, 3, tp=2, tp_rank=rank, kind="lora", set_aside=rank == 0) for rank in (0, 1)]
+    new = [shard(2, 1, 3, tp=2, tp_rank=0, kind="lora")]
+    assert beside([*old, *new], tp=2) == (1, "complete"), "never a part of one and a part of the other"
+    assert beside([*old, *new, shard(2, 1, 3, tp=2, tp_rank=1, kind="lora")], tp=2) == (2, "complete")
+
+
+def test_adapters_of_this_run_come_first_then_those_of_others_then_old_ones() -> None:
+    old = legacy("lora_step_3_epoch_0.pt")
+    other = shard(9, 1, 3, kind="lora", run_id="other")
+    assert beside([old, other, shard(1, 1, 3, kind="lora")]) == (1, "complete")
+    assert beside([old, other]) == (9, "foreign")
+    assert beside([old]) == (0, "legacy")
+
+
+def test_adapters_that_are_not_whole_are_refused_with_the_reason() -> None:
+    half = [shard(1, 1, 3, tp=2, kind="lora")]
+    with pytest.raises(ValueError, match=r"step=3, epoch=0: nothing to load in here: it is partial: stage 0 tp 1"):
+        beside(half, tp=2)
+    with pytest.raises(ValueError, match=r"step=4, epoch=0: nothing to load in here: no such file"):
+        beside(half, tp=2, step=4)
+    with pytest.raises(LayoutMismatch, match=r"pp=1 tp=2.*pp=1 tp=1"):
+        beside(half)
 
 
 # --- by number --------------------------------------------------------------------------------------------------------
