@@ -136,7 +136,7 @@ def test_a_dead_daemon_is_known_and_replaced_at_once_although_nothing_is_saved(r
     first = run.signal_daemon(signal.SIGKILL)
     began = time.monotonic()
     wait_for(lambda: run.daemon().pid != first, "another one")
-    assert time.monotonic() - began < 3 + 5, "3 s to know it, and what an interpreter may take to start here"
+    assert time.monotonic() - began < 3 + 15, "3 s to know it, and what a start may take on a busy machine"
     trainer.hears("end")
     trainer.ends()
     wait_for(run.daemon_has_left, "the daemon leaves")
