@@ -17,6 +17,9 @@ _HINTS = {
     errno.EACCES: "give the user of the daemon write permission on this directory",
     errno.EPERM: "give the user of the daemon write permission on this directory",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",
+    errno.ENOMEM: "free memory, or raise the memory limit",
+    errno.ESTALE: "check the file server, and mount the filesystem again",
     errno.EIO: "check the disk and the kernel log",
 }
 

@@ -8,11 +8,12 @@ path that has come to mean another place cannot lead astray.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_service import retention, scan
-from ckpt_service.catalog import Catalog, Evidence, build
+from ckpt_service.catalog import Catalog, Evidence, Shard, build
 from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.records import Retention, ShardManifest
@@ -77,12 +78,23 @@ def _retain_one(history: History, catalog: Catalog, evidence: Evidence) -> Retai
         if os.path.dirname(shard.path) != history.directory.path:
             continue
         try:
-            deleted += history.directory.remove(os.path.basename(shard.path))
+            deleted += _delete(shard, history.directory)
         except OSError as error:
             errors.append(from_os_error(error, op="deleting an old checkpoint", kind=CkptError, path=shard.path))
     if deleted:
-        history.directory.sync()
+        try:
+            history.directory.sync()
+        except OSError as error:  # after a power cut the files may be back, and are deleted again then
+            path = history.directory.path
+            errors.append(from_os_error(error, op="syncing after a deletion", kind=CkptError, path=path))
     return Retained(history, catalog, plan, deleted, tuple(errors))
+
+
+def _delete(shard: Shard, directory: Directory) -> bool:
+    """Delete what was planned; what a save has put there since, while the disk or this pass was slow, stays."""
+    with directory.locked():
+        found = scan.inspect(shard.path, shard.name, shard.stage)
+        return found == shard and directory.remove(os.path.basename(shard.path))
 
 
 def _uncertainty(catalog: Catalog, evidence: Evidence) -> CkptError | None:
@@ -98,25 +110,36 @@ def _uncertainty(catalog: Catalog, evidence: Evidence) -> CkptError | None:
 
 @dataclass
 class Pruner:
-    """The histories of all shards that a daemon writes. Used on one thread only; owns the directories."""
+    """The histories of all shards that a daemon writes; owns their directories. Passes are made on one thread."""
 
     root: str
     postfix: str | None
     _histories: dict[Key, History] = field(default_factory=dict)
+    _directories: dict[Key, LocalDirectory] = field(default_factory=dict)
+    _noted: deque[tuple[History, LocalDirectory]] = field(default_factory=deque)
     _memory: scan.Memory = field(default_factory=scan.Memory)
 
-    def retain_after(self, manifest: ShardManifest, directory: LocalDirectory, policy: Retention) -> list[Retained]:
-        """Note a commit and make a pass over all histories."""
-        history = History(manifest, LocalDirectory(os.dup(directory.fd), directory.path), policy)
-        known = self._histories.get(history.key)
-        if known is not None and isinstance(known.directory, LocalDirectory):
-            known.directory.close()
-        self._histories[history.key] = history
-        return self.retain()
+    def note(self, manifest: ShardManifest, directory: LocalDirectory, policy: Retention) -> None:
+        """Have the next pass look after this shard's history too; on any thread, and never waits for a disk.
+
+        Raises:
+            OSError: there is no descriptor for its directory.
+        """
+        mine = LocalDirectory(os.dup(directory.fd), directory.path)
+        self._noted.append((History(manifest, mine, policy), mine))
 
     def retain(self) -> list[Retained]:
         """Make a pass over all histories."""
+        self._take_in_what_was_noted()
         done = retain(self.root, self.postfix, list(self._histories.values()), self._memory)
         catalogs = {id(retained.catalog): retained.catalog for retained in done}.values()
         self._memory.forget_the_gone(shard for catalog in catalogs for shard in catalog.files())
         return done
+
+    def _take_in_what_was_noted(self) -> None:
+        while self._noted:
+            history, directory = self._noted.popleft()
+            before = self._directories.pop(history.key, None)
+            if before is not None:
+                before.close()
+            self._histories[history.key], self._directories[history.key] = history, directory

@@ -8,6 +8,7 @@ Nothing here ever raises into training: the fate of a snapshot goes to its ticke
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -51,7 +52,9 @@ from trainer_hooks.launch import Channel, Service, connect
 from trainer_hooks.peers import PeerNews
 from trainer_hooks.tickets import SaveTicket
 
-_RECONNECT_PAUSE_SECONDS = 0.2
+log = logging.getLogger(__name__)
+
+_RECONNECT_PAUSES_SECONDS = (0.2, 5.0)  # the first, and the longest
 _OPEN_PAUSES_SECONDS = (0.1, 0.4, 1.0)
 
 
@@ -86,6 +89,9 @@ class ServiceClient:
         self._outbox: deque[_Outgoing] = deque()
         self._changed = threading.Condition()
         self._progress_at = time.monotonic()
+        self._reached: dict[str, int] = {}
+        self._reached_before: dict[str, int] = {}
+        self._pause_seconds = 0.0
         self._asked: Settle | None = None
         self._settled: Settled | None = None
         self._parked: Parked | None = None
@@ -155,19 +161,20 @@ class ServiceClient:
         After ``resume_wait_seconds`` without progress the rest is cancelled, which returns False.
         """
         request = Settle(attempt=self._hello.attempt, stage=self._hello.stage, tp_rank=self._hello.tp_rank)
-        if self._settles_within(request):
+        if self._settles_within(request, self._config.resume_wait_seconds):
             return True
-        self._settles_within(request.model_copy(update={"cancel": True}))
+        patience = min(self._config.notice_seconds, self._config.resume_wait_seconds)
+        self._settles_within(request.model_copy(update={"cancel": True}), patience)
         return False
 
-    def _settles_within(self, request: Settle) -> bool:
+    def _settles_within(self, request: Settle, patience_seconds: float) -> bool:
         with self._changed:
             self._asked, self._settled = request, None
         self._post(request)
         seen: Settled | None = None
         moved = time.monotonic()
         with self._changed:
-            while time.monotonic() - moved < self._config.resume_wait_seconds:
+            while time.monotonic() - moved < patience_seconds:
                 if self._settled is not None and self._settled.pending == 0:
                     self._asked = None
                     return True
@@ -212,6 +219,7 @@ class ServiceClient:
         """Say goodbye and end the thread; what is still pending fails."""
         with self._changed:
             self._closing = True
+            self._changed.notify_all()
         self._post(Goodbye())
         if self._thread.ident is not None:
             self._thread.join(self._config.notice_seconds)
@@ -231,7 +239,8 @@ class ServiceClient:
             try:
                 if not self._serve():
                     break
-            except (OSError, CkptError):
+            except Exception as error:  # noqa: BLE001 - without this thread no save would ever end
+                log.log(logging.INFO if isinstance(error, OSError) else logging.ERROR, "lost the daemon: %s", error)
                 self._disconnect()
         self._disconnect()
 
@@ -261,6 +270,8 @@ class ServiceClient:
 
     def _offer(self, pending: Pending) -> None:
         assert self._channel is not None
+        if pending.offer.manifest.snapshot_id not in self._pending:
+            return  # given up meanwhile: its memory is somebody else's
         try:
             directory = self._opened(pending.offer.directory)
         except OSError as error:
@@ -290,14 +301,22 @@ class ServiceClient:
                 self._channel.send(wire.encode(news), [])
 
     def _reconnect(self) -> bool:
-        """Get a daemon again and hand everything over again; False when this client is closing."""
+        """Get a daemon again and hand everything over again; False when this client is closing.
+
+        The first try comes at once; then with pauses that grow until a daemon gets on with something.
+        """
         while not self._closing:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, self._pause_seconds)
+            first, longest = _RECONNECT_PAUSES_SECONDS
+            self._pause_seconds = min(max(first, 2 * self._pause_seconds), longest)
             try:
                 self._channel = connect(self._service, self._hello, self._config)
-            except (OSError, CkptError):
-                time.sleep(_RECONNECT_PAUSE_SECONDS)
+            except Exception as error:  # noqa: BLE001 - as above
+                log.info("no daemon: %s", error)
                 continue
             with self._changed:
+                self._reached_before = dict(self._reached)
                 waiting = [message for message in self._outbox if isinstance(message, Goodbye)]
                 asked = [self._asked] if self._asked is not None else []  # the daemon that was asked may be dead
                 self._outbox = deque([*self._pending.values(), *asked, *waiting])
@@ -311,7 +330,9 @@ class ServiceClient:
 
     def _on_message(self, message: DaemonMessage) -> None:
         with self._changed:
-            self._progress_at = time.monotonic()
+            if self._is_progress(message):
+                self._progress_at = time.monotonic()
+                self._pause_seconds = 0.0
             if isinstance(message, Settled):
                 self._settled = message
             if isinstance(message, Parked):
@@ -327,19 +348,34 @@ class ServiceClient:
                 if self._peers is not None:
                     self._peers.publish()
             case Failed():
-                self._conclude(message.snapshot_id, _as_error(message))
-            case Refused(snapshot_id=str(name), message=reason):
-                self._conclude(
-                    name, SaveFailed(f"the daemon refused the snapshot: {reason}", op="offer"), by_daemon=False
-                )
+                self._conclude(message.snapshot_id, _as_error(message, self._pending.get(message.snapshot_id)))
+            case Refused(snapshot_id=str(name), message=reason, code=code, hint=hint):
+                refusal = SaveFailed(f"the daemon refused the snapshot: {reason}", op="offer", code=code, hint=hint)
+                self._conclude(name, refusal, by_daemon=False)
             case Refused(message=reason):
                 raise SaveFailed(f"the daemon refused: {reason}")
             case Progress():
                 pass
 
+    def _is_progress(self, message: DaemonMessage) -> bool:
+        """Return whether something moves. What an earlier daemon had reached does not: it may die there every time."""
+        match message:
+            case Accepted(snapshot_id=name):
+                reached = 0
+            case Progress(snapshot_id=name, bytes_done=reached):
+                pass
+            case Refused():
+                return False
+            case _:
+                return True
+        if name in self._pending:
+            self._reached[name] = max(reached, self._reached.get(name, 0))
+        return reached > self._reached_before.get(name, -1)
+
     def _conclude(self, name: str, outcome: Path | CkptError, *, by_daemon: bool = True) -> None:
         with self._changed:
             pending = self._pending.pop(name, None)
+            self._reached.pop(name, None)
         if pending is not None:
             self._end(pending, outcome, by_daemon=by_daemon)
         with self._changed:
@@ -378,9 +414,10 @@ class ServiceClient:
         self._closing = True
 
 
-def _as_error(message: Failed) -> SaveFailed:
+def _as_error(message: Failed, pending: Pending | None) -> SaveFailed:
     kind = SnapshotSuperseded if message.reason == "superseded" else SaveFailed
-    return kind(message.message, op="commit", code=message.code, hint=message.hint)
+    step, path = (pending.offer.manifest.step, pending.offer.directory) if pending is not None else (None, None)
+    return kind(message.message, op="commit", step=step, path=path, code=message.code, hint=message.hint)
 
 
 _clients: weakref.WeakSet[ServiceClient] = weakref.WeakSet()

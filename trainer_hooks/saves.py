@@ -86,7 +86,10 @@ class Saves:
         for failure in failures:
             warnings.warn(f"an earlier save failed: {failure}", stacklevel=3)
         if admitted:
-            self._plan_and_save(target, manifest, ticket, state, final=final)
+            try:
+                self._plan_and_save(target, manifest, ticket, state, final=final)
+            except MemoryError as error:
+                self._saver.lose(manifest, ticket, error)
         self.last = ticket
         return ticket
 
@@ -99,8 +102,11 @@ class Saves:
                 raise
             except CkptError as error:
                 self.last = ticket
-                step = ticket.step
-                self._saver.fail(ticket, SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
+                step, why = ticket.step, error.args[0]
+                lost = SaveFailed(
+                    f"step {step} was not saved: {why}", op="save", step=step, code=error.code, hint=error.hint
+                )
+                self._saver.fail(ticket, lost)
                 return False
         self.has_saved = True
         return True

@@ -6,13 +6,14 @@ thread of its own, in the order of the saves. Nothing here raises into training 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from ckpt_service.naming import Kind
 from ckpt_service.prune import History
 from ckpt_service.records import Hello, Offer, Retention, ShardManifest
 from ckpt_service.storage import LocalDirectory
+from ckpt_service.threads import started_pool
 from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions
 from trainer_hooks import capture, replicas
 from trainer_hooks.admission import Admission
@@ -67,7 +69,7 @@ class Saver:
         self._run = run
         self._client = client
         self._pool = SlotPool(run.slots)
-        self._finisher = ThreadPoolExecutor(1, "ckpt-finish")
+        self._finisher = started_pool(1, "ckpt-finish") if run.topology.dp > 1 and client is not None else None
         self._finishing: set[Future[None]] = set()
         self._failures: deque[SaveFailed] = deque()
         place = run.topology
@@ -104,13 +106,17 @@ class Saver:
             return
         try:
             capture.stage(plan, slot)
+        except MemoryError as error:
+            self._pool.give_back(slot)
+            self.lose(manifest, ticket, error)
+            return
         except BaseException:
             self._pool.give_back(slot)
             raise
         ticket.staged.set_result(None)
         staged = _Staged(plan, manifest, target, slot, ticket, final)
         work = partial(self._carefully, self._finish if with_replicas else self._deliver, staged)
-        if with_replicas and self._client is not None:
+        if with_replicas and self._finisher is not None:
             job = self._finisher.submit(work)
             self._finishing.add(job)
             job.add_done_callback(self._finishing.discard)
@@ -137,7 +143,8 @@ class Saver:
 
     def close(self) -> None:
         """End the threads and give the memory back."""
-        self._finisher.shutdown()
+        if self._finisher is not None:
+            self._finisher.shutdown()
         self._run.part()
         if self._client is not None:
             self._client.close()
@@ -152,7 +159,11 @@ class Saver:
         """Return what has failed since this was last asked."""
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
-    def _lose(self, manifest: ShardManifest, ticket: SaveTicket, error: SaveFailed) -> None:
+    def lose(self, manifest: ShardManifest, ticket: SaveTicket, error: Exception) -> None:
+        """Let a save fail that was admitted; the status tells of it too."""
+        self._lose(manifest, ticket, _lost(ticket.step, error))
+
+    def _lose(self, manifest: ShardManifest, ticket: SaveTicket, error: CkptError) -> None:
         ticket.fail(error)
         if self._client is not None:
             self._client.report_lost(manifest, error)
@@ -184,9 +195,7 @@ class Saver:
             work(staged)
         except Exception as error:  # noqa: BLE001 - no descriptors, no threads: a failed save never ends a training
             self._pool.give_back(staged.slot)
-            step = staged.manifest.step
-            lost = SaveFailed(f"step {step} was not saved: {error}", op="save", step=step)
-            self._lose(staged.manifest, staged.ticket, lost)
+            self.lose(staged.manifest, staged.ticket, error)
 
     # --- maybe on the finishing thread --------------------------------------------------------------------------------
 
@@ -212,13 +221,14 @@ class Saver:
         offer = Offer(manifest=manifest, directory=target.directory, umask=_umask(), retention=target.retention)
         snapshot = capture.finish(staged.plan, manifest, slot, contributed)
         if self._client is None:
-            self._write(snapshot, slot, offer, staged.ticket)
+            self._write(snapshot, offer, staged.ticket)
+            self._pool.give_back(slot)
             return
         snapshot.view.release()
         done = partial(_let_go, self._pool, slot)
         self._client.submit(Pending(offer, slot.fd, staged.ticket, staged.final, done))
 
-    def _write(self, snapshot: Snapshot, slot: Slot, offer: Offer, ticket: SaveTicket) -> None:
+    def _write(self, snapshot: Snapshot, offer: Offer, ticket: SaveTicket) -> None:
         """Do here and now what the daemon would do."""
         config, manifest = self._run.config, snapshot.manifest
         limit = RateLimit(config.rate_limit_bytes_per_second)
@@ -241,7 +251,6 @@ class Saver:
             ticket.fail(from_os_error(error, op=f"saving step {manifest.step}", kind=SaveFailed))
         finally:
             snapshot.view.release()
-            self._pool.give_back(slot)
 
     def _retain(self, history: History) -> None:
         """Delete what is too old. What cannot be deleted is tried again after the next save; the commit stands."""
@@ -251,6 +260,16 @@ class Saver:
             errors = (from_os_error(error, op="retention", kind=CkptError, path=history.directory.path),)
         for problem in errors:
             warnings.warn(str(problem), stacklevel=5)
+
+
+def _lost(step: int, error: Exception) -> CkptError:
+    """Return what a save comes to that ``error`` has ended in this process."""
+    op = f"saving step {step}"
+    if isinstance(error, OSError):
+        return from_os_error(error, op=op, kind=SaveFailed, step=step)
+    if isinstance(error, MemoryError):
+        return from_os_error(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), op=op, kind=SaveFailed, step=step)
+    return SaveFailed(f"step {step} was not saved: {error}", op="save", step=step)
 
 
 def _let_go(pool: SlotPool, slot: Slot, reusable: bool) -> None:

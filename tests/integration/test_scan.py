@@ -422,7 +422,8 @@ def test_pruner_looks_after_all_its_shards(tmp_path: Path) -> None:
             for tp_rank in range(2):
                 changes = {"step": sequence, "sequence": sequence, "tp_rank": tp_rank, "tp": 2}
                 write_shard(tmp_path / "checkpoint_0", None, **changes)
-                pruner.retain_after(snapshot(None, **changes).manifest, directory, Retention())
+                pruner.note(snapshot(None, **changes).manifest, directory, Retention())
+                pruner.retain()
     assert files(tmp_path / "checkpoint_0") == [f"ckpt_step_{s}_epoch_0_tp{t}.pt" for s in (3, 4) for t in range(2)]
 
 
