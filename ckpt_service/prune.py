@@ -92,9 +92,10 @@ def _retain_one(history: History, catalog: Catalog, evidence: Evidence) -> Retai
 
 def _delete(shard: Shard, directory: Directory) -> bool:
     """Delete what was planned; what a save has put there since, while the disk or this pass was slow, stays."""
-    with directory.locked():
+    name = os.path.basename(shard.path)
+    with directory.keeping(name), directory.locked():  # commits wait for the lock, and must not wait for a large file
         found = scan.inspect(shard.path, shard.name, shard.stage)
-        return found == shard and directory.remove(os.path.basename(shard.path))
+        return found == shard and directory.remove(name)
 
 
 def _uncertainty(catalog: Catalog, evidence: Evidence) -> CkptError | None:

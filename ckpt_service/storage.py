@@ -64,6 +64,10 @@ class Directory(Protocol):
         """Delete a file; return False if it was gone already."""
         ...
 
+    def keeping(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Keep a file alive while its name is deleted, so that freeing its blocks is waited for only at the end."""
+        ...
+
     def sync(self) -> None:
         """Make creations, renames and deletions durable."""
         ...
@@ -209,6 +213,18 @@ class LocalDirectory:
         except FileNotFoundError:
             return False
         return True
+
+    @contextlib.contextmanager
+    def keeping(self, name: str) -> Iterator[None]:
+        """Hold it open; where that cannot be, its deletion takes as long as it takes."""
+        fd = -1
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
+        try:
+            yield
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     def sync(self) -> None:
         """fsync the directory itself."""

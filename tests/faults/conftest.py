@@ -11,7 +11,17 @@ from support.processes import OBEY, RunDirectory
 
 TRAINER = """
 import json
-checkpointer = Checkpointer(root, keep_last=2, async_ckpt=os.environ["ASYNC"] == "1")
+checkpointer = Checkpointer(
+    root, keep_last=2, async_ckpt=os.environ["ASYNC"] == "1", service=os.environ.get("SERVICE", "auto")
+)
+
+def drain():
+    try:
+        checkpointer.drain()
+    except Exception as error:
+        say("drained", type(error).__name__, error)
+    else:
+        say("drained", "all")
 
 def save(step, wait=60):
     with warnings.catch_warnings(record=True) as caught:

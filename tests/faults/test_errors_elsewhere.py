@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from support.faults import FAULTY, TWICE, Fault, Faults, Saver, contents, errors, name_of, settle, start_daemon, told
+from support.faults import (
+    FAULTY,
+    TWICE,
+    Fault,
+    Faults,
+    Saver,
+    contents,
+    copy_of_the_status,
+    errors,
+    name_of,
+    settle,
+    start_daemon,
+    told,
+)
 from support.processes import OBEY, RunDirectory, wait_for
-
-from ckpt_service.records import ServiceStatus
-
-
-def copy_of_the_status(run: RunDirectory) -> ServiceStatus:
-    """Read the copy beside the socket."""
-    path = Path(run.daemon().socket.removesuffix(".sock") + ".status.json")
-    return ServiceStatus.model_validate_json(path.read_text())
 
 
 def litter(run: RunDirectory) -> list[str]:

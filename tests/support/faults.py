@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from ckpt_service import ownership, scan, storage
-from ckpt_service.records import ErrorEntry
+from ckpt_service.records import ErrorEntry, ServiceStatus
 from support.processes import RunDirectory, Trainer, wait_for
 
 CALLS = (
@@ -185,6 +185,12 @@ def settle(run: RunDirectory, commits: int) -> None:
         return status.totals.committed == commits and not status.writing and len(run.files()) <= 2
 
     wait_for(is_settled, "the daemon rests")
+
+
+def copy_of_the_status(run: RunDirectory) -> ServiceStatus:
+    """Read the copy beside the socket."""
+    path = Path(run.daemon().socket.removesuffix(".sock") + ".status.json")
+    return ServiceStatus.model_validate_json(path.read_text())
 
 
 # --- in the faulty process --------------------------------------------------------------------------------------------
