@@ -79,7 +79,7 @@ class Saver:
     def admit(self, manifest: ShardManifest, ticket: SaveTicket, *, final: bool) -> bool:
         """Let ``on_full`` decide whether this snapshot is made; a refusal goes to the ticket. It may vote."""
         failures = self._failures  # not self: the thread that ends a ticket must not keep a trainer's tensors alive
-        ticket.committed.add_done_callback(lambda future: _note(failures, future.exception()))
+        ticket.note_failure_with(partial(_note, failures))
         try:
             self._admission.wait(ticket.step, final=final)
         except SaveFailed as error:
@@ -276,7 +276,7 @@ def _let_go(pool: SlotPool, slot: Slot, reusable: bool) -> None:
     pool.give_back(slot, reusable=reusable)
 
 
-def _note(failures: deque[SaveFailed], error: BaseException | None) -> None:
+def _note(failures: deque[SaveFailed], error: Exception) -> None:
     if isinstance(error, SaveFailed):
         log.error("%s", error)
         failures.append(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -31,6 +32,7 @@ class SaveTicket:
         self.staged: Future[None] = Future()
         self.accepted: Future[None] = Future()
         self.committed: Future[Path | None] = Future()
+        self._note_failure: Callable[[Exception], None] = lambda error: None
 
     def __repr__(self) -> str:
         failed = self.committed.done() and self.committed.exception() is not None
@@ -54,8 +56,14 @@ class SaveTicket:
         with suppress(InvalidStateError):
             self.committed.set_result(path)
 
+    def note_failure_with(self, note: Callable[[Exception], None]) -> None:
+        """Have ``note`` called before anybody who waits here learns of a failure, so that the next save warns of it."""
+        self._note_failure = note
+
     def fail(self, error: Exception) -> None:
         """Give ``error`` to every moment that has not come yet."""
+        if not self.committed.done():
+            self._note_failure(error)
         for future in (self.staged, self.accepted, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)

@@ -81,9 +81,7 @@ def test_a_directory_that_cannot_be_made_fails_the_save_only(
 @pytest.mark.parametrize(
     "place",
     [
-        ("open", r"\.partial$"),
         ("pwrite", r"\.partial$"),
-        ("fsync", r"\.partial$"),
         ("rename", r"\.partial"),
         ("fsync", "checkpoint_0$"),
     ],
