@@ -82,7 +82,7 @@ class Connection:
             if isinstance(frame, ProtocolError):
                 raise frame
             if frame.descriptors > len(self._descriptors):
-                raise ProtocolError("descriptors of a message got lost: is the limit of open files too low?")
+                raise _lost_descriptors()
             mine, self._descriptors = self._descriptors[: frame.descriptors], self._descriptors[frame.descriptors :]
             try:
                 message = client_messages.validate_json(frame.body)
@@ -140,7 +140,7 @@ class Connection:
         self._descriptors += descriptors
         try:
             if flags & socket.MSG_CTRUNC:
-                raise ProtocolError("descriptors of a message got lost: is the limit of open files too low?")
+                raise _lost_descriptors()
             for frame in self._decoder.feed(data):
                 self._incoming.put_nowait(frame)
         except ProtocolError as error:
@@ -158,6 +158,17 @@ class Connection:
                 await loop.sock_sendall(self._socket, data)
             except OSError:
                 return  # the reader sees the end of the connection as well and reports it
+
+
+def _lost_descriptors() -> ProtocolError:
+    """Return what is said when the kernel had no numbers for descriptors that came (recvmsg(2), MSG_CTRUNC)."""
+    return ProtocolError(
+        "descriptors of a message got lost: the daemon has too many open files",
+        op="offer",
+        code="EMFILE",
+        retryable=True,
+        hint="raise the daemon's limit of open files (ulimit -n)",
+    )
 
 
 def other_protocol(version: str, protocol: int) -> ProtocolError:

@@ -7,8 +7,11 @@ import contextlib
 import logging
 import logging.handlers
 import os
+import queue
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
@@ -23,6 +26,8 @@ from ckpt_service.storage import make_directories
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 LOG_DATE_FORMAT = "%Y-%m-%dT%H:%M:%S"
 _LOG_BYTES = 1 << 20
+_LOG_LINES_WAITING = 1000
+_CLOSING_SECONDS = 1.0
 
 
 def serve(
@@ -69,7 +74,7 @@ def serve(
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(status[1])
     finally:
-        lock.release()
+        _within(_CLOSING_SECONDS, lock.release)  # the end of the process frees it, whatever the disk does
 
 
 def _sweep(directory: str, host: str) -> None:
@@ -105,27 +110,70 @@ def _be_the_daemon(log_path: str, run: Callable[[Callable[[], None]], int], writ
     os.setsid()
     os.chdir("/")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    served = threading.Event()
 
     def ready() -> None:
         _redirect(log_path)
+        served.set()
         os.write(writer, b"1")
         os.close(writer)
 
     code = 1
     try:
+        threading.Thread(target=_leave_unwanted, args=(writer, served), name="ckpt-wanted", daemon=True).start()
         code = run(ready)
     except BaseException:
         logging.exception("the daemon ends")
     leave(code)
 
 
+def _leave_unwanted(writer: int, served: threading.Event) -> None:
+    """End a start that hangs in the disk and that nobody waits for any more: each new try would leave one behind."""
+    poll = select.poll()
+    poll.register(writer, 0)  # an error is reported always: here, that the other end of the pipe is closed
+    poll.poll()
+    if not served.is_set():
+        os._exit(1)
+
+
 def leave(code: int) -> NoReturn:
     """End the process at once: a thread that hangs in a write must not keep it, and all that matters is closed."""
+    _within(_CLOSING_SECONDS, _flush)
+    os._exit(code)
+
+
+def _flush() -> None:
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _LogThread):
+            handler.finish()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Do what may hang in the disk, for a bounded time; then the process ends without it."""
+    thread = threading.Thread(target=work, name="ckpt-closing", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads
+        return
+    thread.join(seconds)
+
+
+class _LogThread(logging.handlers.QueueHandler):
+    """Passes lines on to ``target`` on a thread of its own, so that a disk that hangs costs lines and nothing else."""
+
+    def __init__(self, target: logging.Handler) -> None:
+        lines: queue.Queue[logging.LogRecord] = queue.Queue(_LOG_LINES_WAITING)
+        super().__init__(lines)
+        self._listener = logging.handlers.QueueListener(lines, target)
+        self._listener.start()
+
+    def finish(self) -> None:
+        """Wait until all lines are written."""
+        self._listener.stop()
 
 
 def _redirect(log_path: str) -> None:
@@ -142,5 +190,5 @@ def _redirect(log_path: str) -> None:
     os.close(null)
     handler = logging.handlers.RotatingFileHandler(log_path, maxBytes=_LOG_BYTES, backupCount=1)
     handler.setFormatter(logging.Formatter(LOG_FORMAT, LOG_DATE_FORMAT))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[_LogThread(handler)], force=True)
     logging.raiseExceptions = False  # a full disk must not cost more than the line

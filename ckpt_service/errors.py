@@ -17,8 +17,10 @@ _HINTS = {
     errno.EACCES: "give the user of the daemon write permission on this directory",
     errno.EPERM: "give the user of the daemon write permission on this directory",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",
     errno.ENOMEM: "use fewer slots, or raise the limits of memory (ulimit -v, the control group)",
     errno.ENAMETOOLONG: "use a shorter path",
+    errno.ESTALE: "check the file server, and mount the filesystem again",
     errno.EIO: "check the disk and the kernel log",
 }
 

@@ -70,13 +70,14 @@ def job_key(offer: Offer) -> JobKey:
 
 
 def take(offer: Offer, descriptors: list[int]) -> Held:
-    """Check an offer against its descriptors and take both over, also when this raises.
+    """Check an offer against its descriptors and take both over; they stay the caller's when this raises.
 
     Raises:
-        ProtocolError: the descriptors or the image are not what the offer says.
+        ProtocolError: the descriptors or the image are not what the offer says; or (``retryable``) this process lacks
+            memory or descriptors, and may have them later.
     """
+    step = offer.manifest.step
     if len(descriptors) != 2:
-        close_all(descriptors)
         raise ProtocolError(f"an offer needs 2 descriptors, and {len(descriptors)} came", op="offer")
     memory, directory = descriptors
     try:
@@ -87,11 +88,11 @@ def take(offer: Offer, descriptors: list[int]) -> Held:
         except BaseException:
             _unmap(mapping)
             raise
-    except (OSError, CkptError) as error:
-        os.close(directory)
-        raise _refusal(offer, error) from error
-    finally:
-        os.close(memory)
+    except OSError as error:
+        raise from_os_error(error, op=f"taking the snapshot of step {step}", kind=ProtocolError, step=step) from error
+    except CkptError as error:
+        raise ProtocolError(f"step {step} is not what was offered: {error}", op="offer") from error
+    os.close(memory)  # its mapping has a descriptor of its own
     return Held(
         offer,
         snapshot,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from ckpt_service import naming, scan
-from ckpt_service.errors import RunDirectoryBusy
+from ckpt_service.errors import CkptError, RunDirectoryBusy
 from ckpt_service.records import Attempt, Origin, TopologyRecord
 from ckpt_service.storage import create_small, make_directories, write_small
 
@@ -225,7 +225,17 @@ class RunLock:
         _run_locks.add(self.path)
         self._note(host, beat=0)
         self._beating = threading.Thread(target=self._beat, args=(host,), name="ckpt-run-lock", daemon=True)
-        self._beating.start()
+        try:
+            self._beating.start()
+        except RuntimeError as error:  # no more threads
+            self._beating = None
+            self.release()
+            raise CkptError(
+                f"the run lock cannot be kept alive: {error}",
+                op="start",
+                path=self.path,
+                hint="raise the limit of processes (ulimit -u)",
+            ) from error
 
     def release(self) -> None:
         """Give the lock back.

@@ -8,13 +8,14 @@ path that has come to mean another place cannot lead astray.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from ckpt_service import image, retention, scan
+from ckpt_service import retention, scan
 from ckpt_service.catalog import Catalog, Evidence, Shard, State, build
-from ckpt_service.errors import CkptError, DamagedCheckpoint, from_os_error
+from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.naming import Kind
 from ckpt_service.records import Retention, ShardManifest
 from ckpt_service.retention import RetentionPlan, RetentionPolicy
@@ -97,25 +98,19 @@ def delete(shards: Iterable[Shard], directory: Directory) -> tuple[list[Shard], 
         except OSError as error:
             errors.append(from_os_error(error, op="deleting an old checkpoint", kind=CkptError, path=shard.path))
     if deleted:
-        directory.sync()
+        try:
+            directory.sync()
+        except OSError as error:  # after a power cut the files may be back, and are deleted again then
+            errors.append(from_os_error(error, op="syncing after a deletion", kind=CkptError, path=directory.path))
     return deleted, errors
 
 
 def _delete_one(shard: Shard, directory: Directory) -> bool:
-    """Delete a file, unless a newer shard has taken its name since the plan was made."""
+    """Delete what was planned; what a save has put there since, while the disk or this pass was slow, stays."""
     name = os.path.basename(shard.path)
-    with directory.locked():  # as every rename to a final name
-        there = _manifest_in(directory.head(name, image.MANIFEST_END))
-        if there is not None and there != shard.manifest:
-            return False
-        return directory.remove(name)
-
-
-def _manifest_in(head: bytes | None) -> ShardManifest | None:
-    try:
-        return scan.parse_manifest(head) if head is not None else None
-    except DamagedCheckpoint:
-        return None
+    with directory.keeping(name), directory.locked():  # commits wait for the lock, and must not wait for a large file
+        found = scan.inspect(shard.path, shard.name, shard.stage)
+        return found == shard and directory.remove(name)
 
 
 @dataclass(frozen=True)
@@ -178,7 +173,7 @@ def _uncertainty(unread: Sequence[str], catalog: Catalog) -> CkptError | None:
 
 @dataclass
 class Pruner:
-    """The histories of all shards that a daemon writes. Used on one thread only; owns the directories.
+    """The histories of all shards that a daemon writes; owns their directories. Passes are made on one thread.
 
     A shard of LoRA or HF files has one history for each directory; those that are not written to any more are looked at
     until nothing in them waits for other ranks.
@@ -187,22 +182,32 @@ class Pruner:
     root: str
     postfix: str | None
     _histories: dict[tuple[Key, str], History] = field(default_factory=dict)
+    _noted: deque[History] = field(default_factory=deque)
     _memory: scan.Memory = field(default_factory=scan.Memory)
 
-    def retain_after(self, manifest: ShardManifest, directory: LocalDirectory, policy: Retention) -> list[Retained]:
-        """Note a commit and make a pass over all histories."""
-        history = History(manifest, LocalDirectory(os.dup(directory.fd), directory.path), policy)
-        self._let_go((history.key, directory.path))
-        self._histories[history.key, directory.path] = history
-        return self.retain()
+    def note(self, manifest: ShardManifest, directory: LocalDirectory, policy: Retention) -> None:
+        """Have the next pass look after this shard's history too; on any thread, and never waits for a disk.
+
+        Raises:
+            OSError: there is no descriptor for its directory.
+        """
+        self._noted.append(History(manifest, LocalDirectory(os.dup(directory.fd), directory.path), policy))
 
     def retain(self) -> list[Retained]:
         """Make a pass over all histories."""
+        self._take_in_what_was_noted()
         done = retain(self.root, self.postfix, list(self._histories.values()), self._memory)
         catalogs = {id(retained.catalog): retained.catalog for retained in done}.values()
         self._memory.forget_the_gone(shard for catalog in catalogs for shard in catalog.files())
         self._let_go_of_former([retained.history for retained in done if not retained.is_unfinished])
         return done
+
+    def _take_in_what_was_noted(self) -> None:
+        while self._noted:
+            history = self._noted.popleft()
+            place = (history.key, history.directory.path)
+            self._let_go(place)
+            self._histories[place] = history
 
     def _let_go_of_former(self, finished: Sequence[History]) -> None:
         """Forget directories that a shard has left, if nothing is to come there, or if they are too many."""

@@ -486,6 +486,8 @@ class Refused(_File):
     snapshot_id: str | None = None
     message: str
     retryable: bool = False
+    code: str | None = None
+    hint: str | None = None
 
 
 class Accepted(_Message):

@@ -10,28 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
-import secrets
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal, TypeVar
 
 from ckpt_service import __version__, intake, jobs, naming, ownership, records, status
+from ckpt_service.committer import Committer
 from ckpt_service.config import ServiceConfig
 from ckpt_service.connection import Connection, other_protocol, peer_uid
-from ckpt_service.errors import CkptError, ProtocolError, SnapshotSuperseded
+from ckpt_service.errors import CkptError, ProtocolError, SnapshotSuperseded, from_os_error
 from ckpt_service.intake import Held
 from ckpt_service.jobs import JobBook, JobKey, Phase
 from ckpt_service.ledger import Ledger
 from ckpt_service.lifetime import Lifetime
-from ckpt_service.prune import Pruner, Retained
 from ckpt_service.records import (
     PROTOCOL,
     ClientMessage,
@@ -42,10 +40,12 @@ from ckpt_service.records import (
     ServiceStatus,
     Settle,
 )
+from ckpt_service.retainer import Retainer
 from ckpt_service.scan import load_catalog, load_peers_file
 from ckpt_service.status import Publisher
 from ckpt_service.storage import write_small
-from ckpt_service.writer import CommitResult, RateLimit, Stopped, Watcher, WriteOptions, commit, sweep
+from ckpt_service.threads import Recurring, started_pool
+from ckpt_service.writer import CommitResult, RateLimit, Stopped, Watcher, WriteOptions
 
 log = logging.getLogger(__name__)
 
@@ -96,18 +96,16 @@ class Server:
         self._held: dict[JobKey, Held] = {}
         self._fates: dict[JobKey, CkptError] = {}
         self._clients: dict[int, Client] = {}
-        self._swept: set[tuple[int, int]] = set()
-        self._sweeping = threading.Lock()
         self._ledger = Ledger()
-        self._publisher = Publisher(paths.status, self._status, config.heartbeat_seconds)
-        self._commits = ThreadPoolExecutor(config.shards_at_once, "ckpt-commit")
-        self._pruner = Pruner(paths.root, paths.postfix)
-        self._pruning = ThreadPoolExecutor(1, "ckpt-prune")
-        self._work = ThreadPoolExecutor(_WORKERS, "ckpt-work")
-        self._options = WriteOptions(
-            config.writer_threads, config.chunk_bytes, config.direct_io, RateLimit(config.rate_limit_bytes_per_second)
-        )
+        self._publisher = Publisher(paths.status, self._status, config.heartbeat_seconds, self._complain)
+        limit = RateLimit(config.rate_limit_bytes_per_second)
+        options = WriteOptions(config.writer_threads, config.chunk_bytes, config.direct_io, limit)
+        self._committer = Committer(paths.host, options)
+        self._retainer = Retainer(paths.root, paths.postfix, self._ledger, self._publisher.changed)
+        self._commits = started_pool(config.shards_at_once, "ckpt-commit")
+        self._work = started_pool(_WORKERS, "ckpt-work")
         self._peers: dict[tuple[int, int], records.RankHolds] = {}
+        self._peers_file = Recurring(self._write_peers)
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = iter(range(1, 1 << 62))
         self._state: Literal["starting", "recovering", "serving", "stopped"] = "starting"
@@ -126,12 +124,14 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._drain, number)
         self._state = "recovering"
-        await self._on_thread(self._look_around)
+        await self._unless_told_to_leave(self._look_around)
         self._state = "serving"
         await self._publisher.publish(self._config.notice_seconds)
+        await self._unless_told_to_leave(ready)
         accepting = asyncio.create_task(self._accept(listener))
         publishing = asyncio.create_task(self._publisher.run())
-        ready()
+        for task in (accepting, publishing):
+            task.add_done_callback(self._finished)
         log.info("serving %s", self._paths.root)
         try:
             await self._until_unneeded()
@@ -144,18 +144,27 @@ class Server:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        failing = False
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
+                self._admit(sock)
+                failing = False
             except OSError as error:
-                log.error("a client could not be accepted: %s", error)
+                problem = from_os_error(error, op="accepting a client", kind=CkptError, path=self._paths.socket)
+                if not failing:  # once, however long it lasts
+                    log.error("%s", problem)
+                    self._complain(problem)
+                failing = True
                 await asyncio.sleep(1)  # out of descriptors: trying again at once would only spin
-                continue
-            if peer_uid(sock) != os.getuid():
-                log.warning("refused a client of user %d", peer_uid(sock))
-                sock.close()
-                continue
+
+    def _admit(self, sock: socket.socket) -> None:
+        uid = peer_uid(sock)
+        if uid == os.getuid():
             self._spawn(self._serve(Connection(next(self._numbers), sock)))
+            return
+        log.warning("refused a client of user %d", uid)
+        sock.close()
 
     async def _serve(self, connection: Connection) -> None:
         client = Client(connection)
@@ -165,7 +174,9 @@ class Server:
                 await self._on_message(client, message, descriptors)
         except ProtocolError as error:
             log.warning("client %d: %s", connection.number, error)
-            connection.send(Refused(message=str(error)))
+            if error.code is not None:  # it is our lack, and not their mistake
+                self._complain(error)
+            connection.send(Refused(message=str(error), retryable=error.retryable, code=error.code, hint=error.hint))
         finally:
             await connection.close()
             del self._clients[connection.number]
@@ -245,10 +256,12 @@ class Server:
             self._handle(jobs.Offered(known.key, offer.manifest.bytes, client.connection.number))
             return
         try:
-            held = await self._on_thread(functools.partial(intake.take, offer, descriptors))
+            held = await self._take(offer, descriptors)
         except ProtocolError as error:
-            self._ledger.complain(error, datetime.now(timezone.utc), offer.manifest)
-            client.connection.send(Refused(snapshot_id=snapshot_id, message=str(error)))
+            intake.close_all(descriptors)
+            self._ledger.failed(offer.manifest, error, datetime.now(timezone.utc), final=True)
+            refusal = Refused(snapshot_id=snapshot_id, message=str(error.args[0]), code=error.code, hint=error.hint)
+            client.connection.send(refusal)
             return
         if self._leaving:
             held.release()
@@ -259,6 +272,19 @@ class Server:
             self._held[held.key] = held
             self._ledger.submitted(offer.manifest)
         self._handle(jobs.Offered(held.key, offer.manifest.bytes, client.connection.number))
+
+    async def _take(self, offer: Offer, descriptors: list[int]) -> Held:
+        """Take a snapshot over; for want of memory or descriptors it is tried again, with growing pauses."""
+        for tries in itertools.count(1):
+            try:
+                return await self._on_thread(functools.partial(intake.take, offer, descriptors))
+            except ProtocolError as error:
+                if not error.retryable or tries >= self._config.max_tries or self._leaving:
+                    raise
+                self._ledger.failed(offer.manifest, error, datetime.now(timezone.utc), final=False)
+                self._publisher.changed()
+            await asyncio.sleep(jobs.retry_pause(tries))
+        raise AssertionError("never reached")
 
     def _on_park(self, client: Client, name: str) -> None:
         key = self._key_of(client, name)
@@ -273,8 +299,12 @@ class Server:
             self._handle(jobs.Dropped(key) if drop else jobs.Unparked(key))
 
     async def _on_peers(self, ranks: list[records.RankHolds]) -> None:
-        """Write down what other ranks hold: retention and the command line read it there."""
+        """Write down what other ranks hold; a disk that hangs must not keep the offers that come next."""
         self._peers |= {(rank.stage, rank.tp_rank): rank for rank in ranks}
+        await asyncio.wait([self._peers_file.request()], timeout=self._config.notice_seconds)
+
+    async def _write_peers(self) -> None:
+        """Retention and the command line read it there."""
         content = records.PeersFile(ranks=list(self._peers.values())).model_dump_json(indent=1).encode()
         path = os.path.join(
             ownership.service_path(self._paths.root, self._paths.postfix), naming.peers_file(self._paths.host)
@@ -282,7 +312,9 @@ class Server:
         try:
             await self._on_thread(functools.partial(write_small, path, content))
         except OSError as error:
-            log.warning("what other hosts hold could not be written to %s: %s", path, error)
+            problem = from_os_error(error, op="writing what other hosts hold", kind=CkptError, path=path)
+            log.warning("%s", problem)
+            self._complain(problem)
 
     def _on_lost(self, lost: records.Lost) -> None:
         if lost.skipped:
@@ -387,32 +419,13 @@ class Server:
 
         watcher = Watcher(wrote, lambda: post(jobs.Synced(held.key)), lambda: post(jobs.Renaming(held.key)), held.stop)
         try:
-            result = await loop.run_in_executor(self._commits, functools.partial(self._write, held, watcher))
+            result = await loop.run_in_executor(self._commits, functools.partial(self._committer.commit, held, watcher))
         except Stopped:
             self._handle(jobs.Broke(held.key, retryable=False, at=time.monotonic()))
         except CkptError as error:
             self._on_broken(held, error)
         else:
             self._on_committed(held, result)
-
-    def _write(self, held: Held, watcher: Watcher) -> CommitResult:
-        """On a commit thread: sweep the directory once, then commit."""
-        found = os.fstat(held.directory.fd)
-        with self._sweeping:  # nobody creates a file here before the sweep is over
-            if (found.st_dev, found.st_ino) not in self._swept:
-                self._swept.add((found.st_dev, found.st_ino))
-                with contextlib.suppress(OSError):  # litter costs space only
-                    newest = held.offer.manifest.attempt
-                    sweep(held.directory, lambda name: name.is_of(self._paths.host) and name.attempt <= newest)
-        return commit(
-            held.snapshot,
-            held.directory,
-            mode=0o666 & ~held.offer.umask,
-            host=self._paths.host,
-            token=secrets.token_hex(4),
-            options=self._options,
-            watcher=watcher,
-        )
 
     def _on_bytes(self, held: Held, nbytes: int) -> None:
         """Tell everybody who waits that the disk moves, also those whose turn has not come."""
@@ -447,23 +460,12 @@ class Server:
     async def _prune(self, held: Held) -> None:
         """Publish that the newer file is safe, then delete what is too old. Neither failing undoes the commit."""
         await self._publisher.publish(self._config.notice_seconds)
-        offer = held.offer
-        await self._retain(
-            functools.partial(self._pruner.retain_after, offer.manifest, held.directory, offer.retention)
-        )
+        self._retainer.committed(held.offer.manifest, held.directory, held.offer.retention)
+        await self._retainer.retain(self._config.notice_seconds)
         self._handle(jobs.Pruned(held.key))
 
-    async def _retain(self, work: Callable[[], list[Retained]]) -> None:
-        now = datetime.now(timezone.utc)
-        try:
-            done = await asyncio.get_running_loop().run_in_executor(self._pruning, work)
-        except OSError as error:
-            self._ledger.complain(CkptError(f"retention failed: {error}", op="prune"), now)
-            return
-        for retained in done:
-            self._ledger.retained(retained)
-            for problem in retained.errors:
-                self._ledger.complain(problem, now, retained.history.manifest)
+    def _complain(self, problem: CkptError) -> None:
+        self._ledger.complain(problem, datetime.now(timezone.utc))
         self._publisher.changed()
 
     # --- the life of the daemon ---------------------------------------------------------------------------------------
@@ -473,6 +475,15 @@ class Server:
         self._ledger.seen(load_catalog(root, postfix))
         # Trainers tell only what has changed since, and the file is written as a whole.
         self._peers = {(rank.stage, rank.tp_rank): rank for rank in load_peers_file(root, postfix, self._paths.host)}
+
+    async def _unless_told_to_leave(self, work: Callable[[], None]) -> None:
+        """Do what may block before clients are served; a signal ends the wait."""
+        doing = asyncio.ensure_future(self._on_thread(work))
+        told = asyncio.create_task(self._wake.wait())
+        await asyncio.wait([doing, told], return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if doing.done():
+            doing.result()
 
     def _drain(self, number: int) -> None:
         log.info("%s: finishing what is here, then leaving", signal.Signals(number).name)
@@ -492,8 +503,8 @@ class Server:
     async def _leave(self, listener: socket.socket) -> int:
         """Close the door, name what is lost, and say goodbye to the world."""
         self._leaving = True
-        with contextlib.suppress(FileNotFoundError):
-            await self._on_thread(lambda: os.unlink(self._paths.socket))
+        unlinking = asyncio.ensure_future(self._on_thread(self._unlink_socket))
+        await asyncio.wait([unlinking], timeout=self._config.notice_seconds)
         listener.close()
         lost = sorted(self._book.jobs)
         for key in lost:
@@ -506,16 +517,19 @@ class Server:
             )
             self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=True)
             self._lost.append(str(error.args[0]))
-        for client in list(self._clients.values()):
+        for client in self._clients.values():
             if client.asked_to_leave:
                 client.connection.send(records.Left(lost=self._lost))
-            await client.connection.close()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._retain(self._pruner.retain), self._config.notice_seconds)
+        await asyncio.gather(*(client.connection.close() for client in self._clients.values()))
+        await self._retainer.retain(self._config.notice_seconds)
         self._state = "stopped"
         await self._publisher.publish(self._config.notice_seconds)
         log.info("left, with %d snapshots not written", len(self._lost))
         return 1 if self._lost else 0
+
+    def _unlink_socket(self) -> None:
+        with contextlib.suppress(OSError):  # the next daemon replaces it
+            os.unlink(self._paths.socket)
 
     async def _on_thread(self, work: Callable[[], _T]) -> _T:
         """Do what may block; on threads of our own, since those of the loop are waited for at its end."""

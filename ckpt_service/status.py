@@ -12,12 +12,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import cast
 
 from ckpt_service import __version__, ownership
+from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.intake import Held
 from ckpt_service.jobs import ACTIVE, Job
 from ckpt_service.ledger import Ledger
@@ -36,6 +36,7 @@ from ckpt_service.records import (
     WritingStatus,
 )
 from ckpt_service.storage import write_small
+from ckpt_service.threads import Recurring, started_pool
 
 _MIN_INTERVAL_SECONDS = 0.2
 
@@ -176,41 +177,41 @@ class _Space:
         return status.model_copy(update={"storage": known})
 
 
+Complain = Callable[[CkptError], None]
+"""Takes a problem that a person should see."""
+
+
 class _Place:
     """One file that the status is published in: at most one write under way, and one that waits for it."""
 
-    def __init__(self, path: str, build: Callable[[], ServiceStatus], space: _Space) -> None:
+    def __init__(self, path: str, build: Callable[[], ServiceStatus], space: _Space, complain: Complain) -> None:
         self._path = path
         self._build = build
         self._space = space
-        self._executor = ThreadPoolExecutor(1, "ckpt-status")
-        self._running: asyncio.Task[None] | None = None
-        self._next: asyncio.Task[None] | None = None
-
-    def request(self) -> asyncio.Task[None]:
-        """Return a task that ends when a status of now, or of later, was written."""
-        if self._running is None:
-            self._running = asyncio.create_task(self._write())
-            return self._running
-        if self._next is None:
-            self._next = asyncio.create_task(self._write_after(self._running))
-        return self._next
-
-    async def _write_after(self, before: asyncio.Task[None]) -> None:
-        await asyncio.wait([before])
-        self._running, self._next = self._next, None
-        await self._write()
+        self._complain = complain
+        self._problem: str | None = None
+        self._executor = started_pool(1, "ckpt-status")
+        self.writes = Recurring(self._write)
 
     async def _write(self) -> None:
         status = self._build()
-        mine = asyncio.current_task()
+        problem = None
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._write_now, status)
         except OSError as error:
-            log.warning("the status could not be written to %s: %s", self._path, error)
-        finally:
-            if self._running is mine:
-                self._running = None
+            problem = from_os_error(error, op="writing the status", kind=CkptError, path=self._path)
+        self._note(problem)
+
+    def _note(self, problem: CkptError | None) -> None:
+        """Say it once: a disk that is full stays so for many heartbeats."""
+        message = str(problem) if problem is not None else None
+        if message != self._problem:
+            self._problem = message
+            if problem is None:
+                log.info("the status can be written to %s again", self._path)
+            else:
+                log.warning("%s", problem)
+                self._complain(problem)
 
     def _write_now(self, status: ServiceStatus) -> None:
         """On the thread of this place."""
@@ -221,13 +222,18 @@ class _Place:
 
 
 class Publisher:
-    """Publishes the status in every place. A disk that hangs delays only its own place."""
+    """Publishes the status in every place. A disk that hangs delays only its own place.
 
-    def __init__(self, paths: list[str], build: Callable[[], ServiceStatus], heartbeat_seconds: float) -> None:
+    ``complain`` is called once when a place cannot be written; the other one may still tell of it.
+    """
+
+    def __init__(
+        self, paths: list[str], build: Callable[[], ServiceStatus], heartbeat_seconds: float, complain: Complain
+    ) -> None:
         self._heartbeat_seconds = max(heartbeat_seconds, _MIN_INTERVAL_SECONDS)
         self._changed = asyncio.Event()
         space = _Space()
-        self._places = [_Place(path, build, space) for path in paths]
+        self._places = [_Place(path, build, space, complain) for path in paths]
         _own_start(os.getpid())
 
     def changed(self) -> None:
@@ -236,7 +242,7 @@ class Publisher:
 
     async def publish(self, patience_seconds: float) -> None:
         """Write the status of this moment to every place; wait for that, for a bounded time."""
-        await asyncio.wait([place.request() for place in self._places], timeout=patience_seconds)
+        await asyncio.wait([place.writes.request() for place in self._places], timeout=patience_seconds)
 
     async def run(self) -> None:
         """Publish at every change and at every heartbeat, until cancelled."""

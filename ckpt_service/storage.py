@@ -64,6 +64,10 @@ class Directory(Protocol):
         """Delete a file; return False if it was gone already."""
         ...
 
+    def keeping(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Keep a file alive while its name is deleted, so that freeing its blocks is waited for only at the end."""
+        ...
+
     def sync(self) -> None:
         """Make creations, renames and deletions durable."""
         ...
@@ -86,6 +90,10 @@ class Directory(Protocol):
 
     def free_bytes(self) -> int:
         """Return the bytes that an unprivileged user may still write on this filesystem."""
+        ...
+
+    def has_inodes(self) -> bool:
+        """Return whether this filesystem takes any more files, however small."""
         ...
 
 
@@ -118,7 +126,7 @@ class LocalFile:
                     raise
                 self._fell_back = True
         while done < len(data):  # a raw write may be short, and the rest of a direct one unaligned
-            done += os.pwrite(self.fd, data[done:], offset + done)
+            done += _some(os.pwrite(self.fd, data[done:], offset + done))
 
     def sync(self) -> None:
         """fsync; it covers what either descriptor wrote."""
@@ -176,8 +184,9 @@ class LocalDirectory:
             if direct:
                 file.direct_fd = self._open_direct(name)
         except BaseException:
+            with contextlib.suppress(OSError):  # what went wrong first matters more
+                os.unlink(name, dir_fd=self.fd)
             file.close()
-            os.unlink(name, dir_fd=self.fd)
             raise
         return file
 
@@ -204,6 +213,18 @@ class LocalDirectory:
         except FileNotFoundError:
             return False
         return True
+
+    @contextlib.contextmanager
+    def keeping(self, name: str) -> Iterator[None]:
+        """Hold it open; where that cannot be, its deletion takes as long as it takes."""
+        fd = -1
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
+        try:
+            yield
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     def sync(self) -> None:
         """fsync the directory itself."""
@@ -255,6 +276,11 @@ class LocalDirectory:
         found = os.fstatvfs(self.fd)
         return found.f_bavail * found.f_frsize
 
+    def has_inodes(self) -> bool:
+        """Ask the filesystem; one that does not count them has no limit."""
+        found = os.fstatvfs(self.fd)
+        return found.f_files == 0 or found.f_favail > 0
+
 
 @contextlib.contextmanager
 def _tolerating_no_locks() -> Iterator[None]:
@@ -292,7 +318,7 @@ def write_small(path: str, content: bytes, *, mode: int = 0o644, durable: bool =
     try:
         os.rename(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        _drop(temporary)
         raise
     if durable:
         sync_path(os.path.dirname(path))
@@ -306,7 +332,7 @@ def create_small(path: str, content: bytes, *, mode: int = 0o644) -> bool:
     except FileExistsError:
         return False
     finally:
-        os.unlink(temporary)
+        _drop(temporary)
     sync_path(os.path.dirname(path))
     return True
 
@@ -329,12 +355,25 @@ def _write_beside(path: str, content: bytes, mode: int, durable: bool) -> str:
         try:
             view = memoryview(content)
             while view:
-                view = view[os.write(fd, view) :]
+                view = view[_some(os.write(fd, view)) :]
             if durable:
                 os.fsync(fd)
         finally:
             os.close(fd)
     except BaseException:
-        os.unlink(temporary)
+        _drop(temporary)
         raise
     return temporary
+
+
+def _drop(temporary: str) -> None:
+    """Delete a temporary file, if that is possible: what went wrong before matters more."""
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)
+
+
+def _some(written: int) -> int:
+    """Return what was written, which is never nothing: asking again would go on for ever."""
+    if written <= 0:
+        raise OSError(errno.EIO, "the filesystem takes no bytes and says no reason")
+    return written

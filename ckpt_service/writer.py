@@ -8,6 +8,7 @@ patched in the file afterwards.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -157,7 +158,7 @@ def write_image(snapshot: Snapshot, file: NewFile, options: WriteOptions, watche
                     file.write_at(part, start)
                 done.append(end - start)
                 watcher.wrote(end - start)
-        except (OSError, Stopped) as error:
+        except (OSError, MemoryError, Stopped) as error:
             failures.append(error)
 
     helpers = [threading.Thread(target=work, name="ckpt-write", daemon=True) for _ in range(options.threads - 1)]
@@ -297,12 +298,20 @@ def _saying(snapshot: Snapshot, directory: Directory) -> Iterator[None]:
     """Turn an ``OSError`` into one that names step, path and, when space ran out, the bytes needed and free."""
     try:
         yield
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         step = snapshot.manifest.step
         path = os.path.join(directory.path, snapshot.final_name)
-        failure = from_os_error(error, op=f"writing step {step}", kind=SaveFailed, path=path, step=step)
-        if failure.code in ("ENOSPC", "EDQUOT"):
-            with contextlib.suppress(OSError):
-                free = directory.free_bytes()
-                failure.args = (f"{failure.args[0]}: {snapshot.layout.nbytes} bytes needed, {free} free",)
+        cause = error if isinstance(error, OSError) else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        failure = from_os_error(cause, op=f"writing step {step}", kind=SaveFailed, path=path, step=step)
+        if failure.code in ("ENOSPC", "EDQUOT", "EFBIG"):
+            failure.args = (f"{failure.args[0]}: {_space(snapshot.layout.nbytes, directory)}",)
         raise failure from error
+
+
+def _space(needed_bytes: int, directory: Directory) -> str:
+    """Say what a file needs and what there is; a filesystem may be full of files, and not of bytes."""
+    try:
+        inodes = "" if directory.has_inodes() else ", and no more files (the filesystem is out of inodes)"
+        return f"{needed_bytes} bytes needed, {directory.free_bytes()} free{inodes}"
+    except OSError:
+        return f"{needed_bytes} bytes needed"

@@ -54,7 +54,7 @@ from trainer_hooks.tickets import SaveTicket
 
 log = logging.getLogger(__name__)
 
-_RECONNECT_PAUSE_SECONDS = 0.2
+_RECONNECT_PAUSES_SECONDS = (0.2, 5.0)  # the first, and the longest
 _OPEN_PAUSES_SECONDS = (0.1, 0.4, 1.0)
 
 
@@ -90,6 +90,9 @@ class ServiceClient:
         self._outbox: deque[_Outgoing] = deque()
         self._changed = threading.Condition()
         self._progress_at = time.monotonic()
+        self._reached: dict[str, int] = {}
+        self._reached_before: dict[str, int] = {}
+        self._pause_seconds = 0.0
         self._asked: Settle | None = None
         self._settled: Settled | None = None
         self._parked: Parked | None = None
@@ -171,19 +174,20 @@ class ServiceClient:
         After ``resume_wait_seconds`` without progress the rest is cancelled, which returns False.
         """
         request = Settle(attempt=self._hello.attempt, stage=self._hello.stage, tp_rank=self._hello.tp_rank)
-        if self._settles_within(request):
+        if self._settles_within(request, self._config.resume_wait_seconds):
             return True
-        self._settles_within(request.model_copy(update={"cancel": True}))
+        patience = min(self._config.notice_seconds, self._config.resume_wait_seconds)
+        self._settles_within(request.model_copy(update={"cancel": True}), patience)
         return False
 
-    def _settles_within(self, request: Settle) -> bool:
+    def _settles_within(self, request: Settle, patience_seconds: float) -> bool:
         with self._changed:
             self._asked, self._settled = request, None
         self._post(request)
         seen: Settled | None = None
         moved = time.monotonic()
         with self._changed:
-            while time.monotonic() - moved < self._config.resume_wait_seconds:
+            while time.monotonic() - moved < patience_seconds:
                 if self._settled is not None and self._settled.pending == 0:
                     self._asked = None
                     return True
@@ -228,6 +232,7 @@ class ServiceClient:
         """Say goodbye and end the thread; what is still pending fails."""
         with self._changed:
             self._closing = True
+            self._changed.notify_all()
         self._post(Goodbye())
         if self._thread.ident is not None:
             self._thread.join(self._config.notice_seconds)
@@ -247,12 +252,9 @@ class ServiceClient:
             try:
                 if not self._serve():
                     break
-            except (OSError, CkptError):
+            except Exception as error:  # noqa: BLE001 - without this thread no save would ever end
+                log.log(logging.INFO if isinstance(error, OSError) else logging.ERROR, "lost the daemon: %s", error)
                 self._disconnect()
-            except Exception:  # no memory, no threads: without this thread nothing would ever be saved again
-                log.exception("the connection to the daemon is made anew")
-                self._disconnect()
-                time.sleep(_RECONNECT_PAUSE_SECONDS)
         self._disconnect()
 
     def _serve(self) -> bool:
@@ -282,6 +284,8 @@ class ServiceClient:
 
     def _offer(self, pending: Pending) -> None:
         assert self._channel is not None
+        if pending.offer.manifest.snapshot_id not in self._pending:
+            return  # given up meanwhile: its memory is somebody else's
         try:
             directory = self._opened(pending.offer.directory)
         except OSError as error:
@@ -311,13 +315,19 @@ class ServiceClient:
                 self._channel.send(wire.encode(news), [])
 
     def _reconnect(self) -> bool:
-        """Get a daemon again and hand everything over again; False when this client is closing."""
+        """Get a daemon again and hand everything over again; False when this client is closing.
+
+        The first try comes at once; then with pauses that grow until a daemon gets on with something.
+        """
         while not self._closing:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, self._pause_seconds)
+            first, longest = _RECONNECT_PAUSES_SECONDS
+            self._pause_seconds = min(max(first, 2 * self._pause_seconds), longest)
             try:
                 self._channel = connect(self._service, self._hello, self._config)
-            except (OSError, CkptError) as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 log.warning("no daemon: %s", error)
-                time.sleep(_RECONNECT_PAUSE_SECONDS)
                 continue
             self._begin_again()
             return True
@@ -326,6 +336,7 @@ class ServiceClient:
     def _begin_again(self) -> None:
         """Have a new daemon told what the one before knew, or was to be told: all that is pending, and the failures."""
         with self._changed:
+            self._reached_before = dict(self._reached)
             told = [message for message in self._outbox if isinstance(message, Lost | Blocked)]
             asked = [self._asked] if self._asked is not None else []
             waiting = [message for message in self._outbox if isinstance(message, Goodbye)]
@@ -339,7 +350,9 @@ class ServiceClient:
 
     def _on_message(self, message: DaemonMessage) -> None:
         with self._changed:
-            self._progress_at = time.monotonic()
+            if self._is_progress(message):
+                self._progress_at = time.monotonic()
+                self._pause_seconds = 0.0
             if isinstance(message, Settled):
                 self._settled = message
             if isinstance(message, Parked):
@@ -355,19 +368,34 @@ class ServiceClient:
                 if self._peers is not None:
                     self._peers.publish()
             case Failed():
-                self._conclude(message.snapshot_id, _as_error(message))
-            case Refused(snapshot_id=str(name), message=reason):
-                self._conclude(
-                    name, SaveFailed(f"the daemon refused the snapshot: {reason}", op="offer"), by_daemon=False
-                )
+                self._conclude(message.snapshot_id, _as_error(message, self._pending.get(message.snapshot_id)))
+            case Refused(snapshot_id=str(name), message=reason, code=code, hint=hint):
+                refusal = SaveFailed(f"the daemon refused the snapshot: {reason}", op="offer", code=code, hint=hint)
+                self._conclude(name, refusal, by_daemon=False)
             case Refused(message=reason):
                 raise SaveFailed(f"the daemon refused: {reason}")
             case Progress():
                 pass
 
+    def _is_progress(self, message: DaemonMessage) -> bool:
+        """Return whether something moves. What an earlier daemon had reached does not: it may die there every time."""
+        match message:
+            case Accepted(snapshot_id=name):
+                reached = 0
+            case Progress(snapshot_id=name, bytes_done=reached):
+                pass
+            case Refused():
+                return False
+            case _:
+                return True
+        if name in self._pending:
+            self._reached[name] = max(reached, self._reached.get(name, 0))
+        return reached > self._reached_before.get(name, -1)
+
     def _conclude(self, name: str, outcome: Path | CkptError, *, by_daemon: bool = True) -> None:
         with self._changed:
             pending = self._pending.pop(name, None)
+            self._reached.pop(name, None)
             self._ending += 1
         try:
             if pending is not None:
@@ -412,9 +440,10 @@ class ServiceClient:
         self._closing = True
 
 
-def _as_error(message: Failed) -> SaveFailed:
+def _as_error(message: Failed, pending: Pending | None) -> SaveFailed:
     kind = SnapshotSuperseded if message.reason == "superseded" else SaveFailed
-    return kind(message.message, op="commit", code=message.code, hint=message.hint)
+    step, path = (pending.offer.manifest.step, pending.offer.directory) if pending is not None else (None, None)
+    return kind(message.message, op="commit", step=step, path=path, code=message.code, hint=message.hint)
 
 
 _clients: weakref.WeakSet[ServiceClient] = weakref.WeakSet()

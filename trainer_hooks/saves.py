@@ -98,7 +98,10 @@ class Saves:
         for failure in failures:
             warnings.warn(f"an earlier save failed: {failure}", stacklevel=3)
         if admitted:
-            self._plan_and_save(target, manifest, ticket, state, final=final)
+            try:
+                self._plan_and_save(target, manifest, ticket, state, final=final)
+            except MemoryError as error:
+                self._saver.lose(manifest, ticket, error)
         self.last = ticket
         return ticket
 
@@ -111,8 +114,12 @@ class Saves:
                 raise
             except CkptError as error:
                 self.last = ticket
-                step = ticket.step
-                ticket.fail(SaveFailed(f"step {step} was not saved: {error}", op="save", step=step))
+                step, why = ticket.step, error.args[0]
+                ticket.fail(
+                    SaveFailed(
+                        f"step {step} was not saved: {why}", op="save", step=step, code=error.code, hint=error.hint
+                    )
+                )
                 return False
         self.has_saved = True
         return True

@@ -7,6 +7,7 @@ thread of its own, in the order of the saves. Nothing here raises into training 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -25,6 +26,7 @@ from ckpt_service.naming import Kind
 from ckpt_service.prune import History
 from ckpt_service.records import Hello, Offer, Retention, ShardManifest
 from ckpt_service.storage import LocalDirectory
+from ckpt_service.threads import started_pool
 from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions
 from trainer_hooks import capture, replicas
 from trainer_hooks.admission import Admission
@@ -71,8 +73,8 @@ class Saver:
         self._run = run
         self._client = client
         self._pool = SlotPool(run.slots)
-        self._copier = ThreadPoolExecutor(1, "ckpt-copy")
-        self._finisher = ThreadPoolExecutor(1, "ckpt-finish")
+        self._copier = started_pool(1, "ckpt-copy") if client is not None else None
+        self._finisher = started_pool(1, "ckpt-finish") if run.topology.dp > 1 and client is not None else None
         self._finishing: set[Future[None]] = set()
         self._failures: deque[SaveFailed] = deque()
         self._swept: set[str] = set()
@@ -115,14 +117,18 @@ class Saver:
         try:
             left = capture.stage(plan, slot, later.handles if later else frozenset())
             copy = BackgroundCopy(left, later) if later and left else None
+        except MemoryError as error:
+            self._pool.give_back(slot)
+            self.lose(manifest, ticket, error)
+            return
         except BaseException:
             self._pool.give_back(slot)
             raise
-        if copy is not None:
+        if copy is not None and self._copier is not None:
             self._spawn(self._copier, partial(self._carefully, partial(self._copied, copy, work), staged))
             return
         ticket.staged.set_result(None)
-        if with_replicas and self._client is not None:
+        if with_replicas and self._finisher is not None:
             self._spawn(self._finisher, partial(self._carefully, work, staged))
         else:
             self._carefully(work, staged)
@@ -131,7 +137,7 @@ class Saver:
         """On the copying thread: copy what was left, then go on as after a copy in ``save()``."""
         copy.run()
         staged.ticket.staged.set_result(None)
-        if work == self._finish:
+        if work == self._finish and self._finisher is not None:
             self._spawn(self._finisher, partial(self._carefully, work, staged))
         else:
             work(staged)
@@ -174,8 +180,9 @@ class Saver:
 
     def close(self) -> None:
         """End the threads and give the memory back."""
-        self._copier.shutdown()
-        self._finisher.shutdown()
+        for pool in (self._copier, self._finisher):
+            if pool is not None:
+                pool.shutdown()
         self._run.part()
         if self._client is not None:
             self._client.close()
@@ -190,7 +197,11 @@ class Saver:
         """Return what has failed since this was last asked."""
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
-    def _lose(self, manifest: ShardManifest, ticket: SaveTicket, error: SaveFailed) -> None:
+    def lose(self, manifest: ShardManifest, ticket: SaveTicket, error: Exception) -> None:
+        """Let a save fail that was admitted; the status tells of it too."""
+        self._lose(manifest, ticket, _lost(ticket.step, error))
+
+    def _lose(self, manifest: ShardManifest, ticket: SaveTicket, error: CkptError) -> None:
         ticket.fail(error)
         if self._client is not None:
             self._client.report_lost(manifest, error)
@@ -223,10 +234,7 @@ class Saver:
             work(staged)
         except Exception as error:  # noqa: BLE001 - no descriptors, no threads: a failed save never ends a training
             self._pool.give_back(staged.slot)
-            step = staged.manifest.step
-            kind = type(error) if isinstance(error, SaveFailed) else SaveFailed
-            lost = kind(f"step {step} was not saved: {error}", op="save", step=step)
-            self._lose(staged.manifest, staged.ticket, lost)
+            self.lose(staged.manifest, staged.ticket, error)
         except BaseException:  # Ctrl-C, which may come between any two steps; people go on after it
             if self._client is not None and self._client.has(name):
                 self._client.hand_over_again(name)
@@ -313,6 +321,17 @@ class Saver:
             errors = (from_os_error(error, op="retention", kind=CkptError, path=history.directory.path),)
         for problem in errors:
             warnings.warn(str(problem), stacklevel=5)
+
+
+def _lost(step: int, error: Exception) -> CkptError:
+    """Return what a save comes to that ``error`` has ended in this process."""
+    op = f"saving step {step}"
+    if isinstance(error, OSError):
+        return from_os_error(error, op=op, kind=SaveFailed, step=step)
+    if isinstance(error, MemoryError):
+        return from_os_error(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), op=op, kind=SaveFailed, step=step)
+    kind = type(error) if isinstance(error, SaveFailed) else SaveFailed
+    return kind(f"step {step} was not saved: {error}", op="save", step=step)
 
 
 def _let_go(pool: SlotPool, slot: Slot, reusable: bool) -> None:

@@ -20,7 +20,7 @@ from trainer_hooks.exchange import Exchange, take_all
 from trainer_hooks.group import Group
 from trainer_hooks.topology import Topology
 
-_OK, _FAILED = b"+", b"-"
+_OK, _FAILED, _BUSY = b"+", b"-", b"!"
 
 
 @dataclass
@@ -103,10 +103,11 @@ class Run:
 
         Raises:
             RunDirectoryBusy: another run is alive on this directory; on all ranks.
+            CkptError: lock or attempt could not be written; on all ranks.
         """
         self.open()
         if self.attempt is None:
-            mine = self.agree(lambda: self._take().model_dump_json().encode(), b"", on=(0,), kind=RunDirectoryBusy)
+            mine = self.agree(lambda: self._take().model_dump_json().encode(), b"", on=(0,), kind=CkptError)
             self.attempt = Attempt.model_validate_json(mine[0])
             self.is_shared = self._adopted()
             if self.topology.dp > 1 or not self.is_shared:
@@ -167,7 +168,8 @@ class Run:
         """Do ``work`` on the ranks ``on`` (all by default) and return what each gave; collective.
 
         Raises:
-            CkptError: it failed on some rank; raised on all of them, as ``kind`` where it happened elsewhere.
+            CkptError: it failed on some rank; raised on all of them, as ``kind`` where it happened elsewhere (a run
+                directory that is busy is that everywhere).
         """
         group = self.group  # before any work: who cannot meet the others must not leave traces
         failure: Exception | None = None
@@ -176,7 +178,8 @@ class Run:
             try:
                 mine = _OK + work()
             except CkptError as error:
-                failure, mine = error, _FAILED + str(error).encode()
+                mark = _BUSY if isinstance(error, RunDirectoryBusy) else _FAILED
+                failure, mine = error, mark + str(error).encode()
             except OSError as error:
                 failure = from_os_error(error, op="starting", kind=kind)
                 mine = _FAILED + str(failure).encode()
@@ -186,8 +189,9 @@ class Run:
         if failure is not None:
             raise failure
         for rank, answer in enumerate(answers):
-            if answer[:1] == _FAILED:
-                raise kind(f"rank {rank}: {answer[1:].decode()}")
+            if answer[:1] != _OK:
+                told = RunDirectoryBusy if answer[:1] == _BUSY else kind
+                raise told(f"rank {rank}: {answer[1:].decode()}")
         return [answer[1:] for answer in answers]
 
     def end(self) -> None:

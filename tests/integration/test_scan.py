@@ -422,7 +422,8 @@ def test_pruner_looks_after_all_its_shards(tmp_path: Path) -> None:
             for tp_rank in range(2):
                 changes = {"step": sequence, "sequence": sequence, "tp_rank": tp_rank, "tp": 2}
                 write_shard(tmp_path / "checkpoint_0", None, **changes)
-                pruner.retain_after(snapshot(None, **changes).manifest, directory, Retention())
+                pruner.note(snapshot(None, **changes).manifest, directory, Retention())
+                pruner.retain()
     assert files(tmp_path / "checkpoint_0") == [f"ckpt_step_{s}_epoch_0_tp{t}.pt" for s in (3, 4) for t in range(2)]
 
 
@@ -442,7 +443,8 @@ def test_a_directory_that_a_shard_has_left_is_looked_after_until_its_last_set_is
     def commit(directory: Path, step: int, tp_rank: int) -> None:
         made, opened = lora_saved(directory, step, tp_rank)
         with opened:
-            pruner.retain_after(made, opened, Retention())
+            pruner.note(made, opened, Retention())
+            pruner.retain()
 
     for step in (1, 2):
         commit(old, step, 0)
@@ -461,7 +463,8 @@ def test_directories_that_a_shard_has_left_are_not_held_open_for_ever(tmp_path: 
     for step in range(1, 30):
         made, opened = lora_saved(tmp_path / f"{step}_stage_0", step, 0)  # its peer never comes
         with opened:
-            pruner.retain_after(made, opened, Retention())
+            pruner.note(made, opened, Retention())
+            pruner.retain()
     assert len(os.listdir("/proc/self/fd")) - before < 10
 
 
@@ -478,12 +481,14 @@ def test_the_stages_of_lora_shards_have_one_history_and_strangers_have_none(tmp_
             write_shard(directories[stage], None, kind="lora", stage=stage, pp=2, step=step, sequence=step)
     made, opened = lora_saved(directories[0], 4, 0, pp=2, tp=1)
     with opened:
-        pruner.retain_after(made.model_copy(update={"attempt": 2}), opened, Retention())
+        pruner.note(made.model_copy(update={"attempt": 2}), opened, Retention())
+        pruner.retain()
     assert files(directories[0]) == [f"lora_step_{step}_epoch_0.pt" for step in (1, 2, 3, 4, 7)], "3 and 4 are partial"
     for step in (3, 4):
         made, opened = lora_saved(directories[1], step, 0, stage=1, pp=2, tp=1)
         with opened:
-            pruner.retain_after(made.model_copy(update={"attempt": 2}), opened, Retention())
+            pruner.note(made.model_copy(update={"attempt": 2}), opened, Retention())
+            pruner.retain()
     assert files(directories[0]) == [f"lora_step_{step}_epoch_0.pt" for step in (3, 4, 7)]
     assert files(directories[1]) == [f"lora_step_{step}_epoch_0.pt" for step in (3, 4)]
 

@@ -228,6 +228,24 @@ def test_disk_full_in_the_middle_of_a_short_write() -> None:
     assert directory.disk() == {}
 
 
+def test_memory_that_runs_out_is_a_failed_write() -> None:
+    def hungry(operation: Operation) -> None:
+        if operation.kind == "write":
+            raise MemoryError
+
+    directory = FakeDirectory(before=hungry)
+    with pytest.raises(SaveFailed, match="step 100 failed: Cannot allocate memory") as caught:
+        put(snapshot(), directory)
+    assert (caught.value.code, caught.value.retryable) == ("ENOMEM", True)
+    assert directory.disk() == {}
+
+
+def test_a_filesystem_that_takes_no_more_files_says_so() -> None:
+    directory = FakeDirectory(failures={0: errno.ENOSPC}, inodes=False)
+    with pytest.raises(SaveFailed, match="out of inodes"):
+        put(snapshot(), directory)
+
+
 def test_failed_sync_is_not_tried_again_on_the_same_file() -> None:
     number = next(number for number, operation in enumerate(OPERATIONS) if operation.kind == "sync")
     directory = FakeDirectory(failures={number: errno.EIO})

@@ -100,6 +100,7 @@ class FakeDirectory:
         failures: the operation (counted from 0) that fails, and the errno that it fails with.
         short_bytes: the most that one write takes, 0 for all.
         free: what :meth:`free_bytes` returns.
+        inodes: what :meth:`has_inodes` returns.
         before: called before each operation, with the directory as it is at that moment.
         operations: everything that was done.
     """
@@ -108,6 +109,7 @@ class FakeDirectory:
     failures: dict[int, int] = field(default_factory=dict)
     short_bytes: int = 0
     free: int = 1 << 40
+    inodes: bool = True
     before: Callable[[Operation], None] = lambda operation: None
     operations: list[Operation] = field(default_factory=list)
     _current: Names = field(default_factory=dict)
@@ -190,9 +192,18 @@ class FakeDirectory:
             with self._mutex:
                 self.operations.append(Operation("unlock", ""))
 
+    @contextlib.contextmanager
+    def keeping(self, name: str) -> Iterator[None]:
+        """Do nothing: deletions are quick here."""
+        yield
+
     def free_bytes(self) -> int:
         """Return what was set."""
         return self.free
+
+    def has_inodes(self) -> bool:
+        """Return what was set."""
+        return self.inodes
 
     # --- for tests ----------------------------------------------------------------------------------------------------
 

@@ -200,7 +200,15 @@ FROM_TRAINERS: list[dict[str, Any]] = [
 ]
 FROM_DAEMONS: list[dict[str, Any]] = [
     {"type": "welcome", "protocol": 1, "version": "0.1.0", "pid": 401, "host": "gpu-node-03"},
-    {"type": "refused", "protocol": 1, "snapshot_id": "2-31-3-1", "message": "no", "retryable": False},
+    {
+        "type": "refused",
+        "protocol": 1,
+        "snapshot_id": "2-31-3-1",
+        "message": "no",
+        "retryable": False,
+        "code": "ENOMEM",
+        "hint": "free memory",
+    },
     {"type": "accepted", "snapshot_id": "2-31-3-1"},
     {"type": "progress", "snapshot_id": "2-31-3-1", "bytes_done": 4096},
     {"type": "committed", "snapshot_id": "2-31-3-1", "path": "/p.pt", "seconds": 2.5},
