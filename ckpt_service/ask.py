@@ -13,7 +13,15 @@ from pydantic import BaseModel
 
 from ckpt_service import __version__, wire
 from ckpt_service.errors import ProtocolError, ServiceUnavailable, from_os_error
-from ckpt_service.records import DaemonMessage, Hello, Leave, Left, Refused, Welcome, daemon_messages
+from ckpt_service.messages import (
+    DaemonMessage,
+    Hello,
+    Leave,
+    Left,
+    Refused,
+    Welcome,
+    daemon_messages,
+)
 
 _READ_BYTES = 1 << 16
 

@@ -19,7 +19,13 @@ from ckpt_service._version import __version__
 from ckpt_service.errors import ProtocolError, ServiceUnavailable, from_os_error
 from ckpt_service.intake import close_all
 from ckpt_service.locate import has_listener
-from ckpt_service.records import PROTOCOL, Announcement, ClientMessage, Progress, client_messages
+from ckpt_service.messages import (
+    PROTOCOL,
+    Announcement,
+    ClientMessage,
+    Progress,
+    client_messages,
+)
 from ckpt_service.wire import MAX_DESCRIPTORS, Decoder, Frame, encode
 
 _CREDENTIALS = struct.Struct("3i")

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from ckpt_service import image, scan
 from ckpt_service.errors import CkptError, ProtocolError, from_os_error
 from ckpt_service.jobs import JobKey
-from ckpt_service.records import Offer
+from ckpt_service.messages import Offer
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.writer import Snapshot
 

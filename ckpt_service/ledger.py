@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 
 from ckpt_service.catalog import Catalog
 from ckpt_service.errors import CkptError
+from ckpt_service.messages import Hello
 from ckpt_service.naming import Kind
 from ckpt_service.prune import Retained
 from ckpt_service.records import (
@@ -16,7 +17,6 @@ from ckpt_service.records import (
     CompleteRef,
     ErrorEntry,
     HeldBack,
-    Hello,
     ShardManifest,
     ShardStatus,
     Totals,

@@ -16,8 +16,9 @@ from itertools import groupby
 from ckpt_service import retention, scan
 from ckpt_service.catalog import Catalog, Evidence, Shard, State, build
 from ckpt_service.errors import CkptError, from_os_error
+from ckpt_service.messages import Retention
 from ckpt_service.naming import Kind
-from ckpt_service.records import Retention, ShardManifest
+from ckpt_service.records import ShardManifest
 from ckpt_service.retention import RetentionPlan, RetentionPolicy
 from ckpt_service.storage import Directory, LocalDirectory
 

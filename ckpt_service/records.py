@@ -1,4 +1,4 @@
-"""The models at the edges: what stands in files and what travels over the socket. Pure.
+"""The models of what stands in files. Pure.
 
 Everything read from outside passes through one of these, so the inside may trust its types and ranges. Unknown fields
 of files are ignored (a newer version may add some); messages are strict, since both sides agreed on a version.
@@ -9,13 +9,12 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, TypeAdapter, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 
 from ckpt_service.naming import Kind
 
 FORMAT_VERSION = 1
 SCHEMA_VERSION = 1
-PROTOCOL = 1
 
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
@@ -30,18 +29,16 @@ Moment = Annotated[AwareDatetime, PlainSerializer(_rfc3339, return_type=str)]
 """A UTC time; ISO 8601 with a Z when written. One without a zone is refused: nobody could say when it was."""
 
 
-class _File(BaseModel):
+class Record(BaseModel):
+    """What all files of ours have in common: they do not change, and fields of a newer release are ignored."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-class ShardManifest(_File):
+class ShardManifest(Record):
     """What a shard file says of itself; the first record of its image. ``bytes`` is the size of the whole file."""
 
     format_version: Size = FORMAT_VERSION
@@ -72,7 +69,7 @@ class ShardManifest(_File):
         return plain if self.kind == "train" else f"{self.kind}-{plain}"
 
 
-class MeshRecord(_File):
+class MeshRecord(Record):
     """Ranks in a grid over which tensors are split, as the rank that saved sees it.
 
     One entry a dimension: its name (None where the trainer gave none), its size, and where the rank stands in it.
@@ -92,7 +89,7 @@ class MeshRecord(_File):
         return self
 
 
-class TensorSharding(_File):
+class TensorSharding(Record):
     """How one tensor of a state is split; the file holds the rank's own part as a plain tensor.
 
     ``path`` are the keys (or indices) that lead to it from the top of the state, ``mesh`` the index of its mesh, and
@@ -106,7 +103,7 @@ class TensorSharding(_File):
     shape: list[Count]
 
 
-class ShardingRecord(_File):
+class ShardingRecord(Record):
     """The split tensors (DTensors) in a shard file."""
 
     meshes: list[MeshRecord]
@@ -130,7 +127,7 @@ def save_of(snapshot_id: str) -> tuple[int, int]:
     return int(attempt), int(sequence)
 
 
-class Origin(_File):
+class Origin(Record):
     """The checkpoint that an attempt resumed from. ``explicit``: the user named it (a roll-back)."""
 
     attempt: Count
@@ -138,7 +135,7 @@ class Origin(_File):
     explicit: bool
 
 
-class TopologyRecord(_File):
+class TopologyRecord(Record):
     """The sizes of the mesh: pipeline stages, data-parallel replicas, tensor-parallel ranks."""
 
     pp: Size
@@ -146,7 +143,7 @@ class TopologyRecord(_File):
     tp: Size
 
 
-class Attempt(_File):
+class Attempt(Record):
     """One start of the trainer on a run directory."""
 
     format_version: Size = FORMAT_VERSION
@@ -162,7 +159,7 @@ class Attempt(_File):
     resumed_from: Origin | None = None
 
 
-class RankHolds(_File):
+class RankHolds(Record):
     """The (attempt, sequence) of the training shards that one rank has committed and still holds."""
 
     stage: Count
@@ -170,7 +167,7 @@ class RankHolds(_File):
     holds: list[tuple[int, int]]
 
 
-class PeersFile(_File):
+class PeersFile(Record):
     """What ranks whose files this host may not see have told its trainers."""
 
     format_version: Size = FORMAT_VERSION
@@ -182,7 +179,7 @@ class PeersFile(_File):
 DaemonState = Literal["starting", "recovering", "idle", "writing", "degraded", "draining", "stopped"]
 
 
-class CheckpointRef(_File):
+class CheckpointRef(Record):
     """One checkpoint, named by its order and by the numbers that the user knows."""
 
     attempt: Count
@@ -208,7 +205,7 @@ class CompleteRef(CheckpointRef):
     committed_at: Moment
 
 
-class DaemonStatus(_File):
+class DaemonStatus(Record):
     """The daemon itself."""
 
     pid: Count
@@ -225,7 +222,7 @@ OnFull = Literal["block", "skip", "replace"]
 """What ``save()`` does when all slots are taken."""
 
 
-class QueueStatus(_File):
+class QueueStatus(Record):
     """What waits, in the daemon and in the trainers.
 
     ``capacity`` is the slots of all connected trainers; ``blocked_seconds`` how long their saves have waited for one,
@@ -242,7 +239,7 @@ class QueueStatus(_File):
 WritePhase = Literal["writing", "syncing", "renaming", "pruning"]
 
 
-class WritingStatus(_File):
+class WritingStatus(Record):
     """A snapshot that is being written."""
 
     snapshot_id: str
@@ -258,7 +255,7 @@ class WritingStatus(_File):
     eta_seconds: float | None
 
 
-class PendingStatus(_File):
+class PendingStatus(Record):
     """A snapshot that waits for its turn."""
 
     snapshot_id: str
@@ -271,7 +268,7 @@ class PendingStatus(_File):
     submitted_at: Moment
 
 
-class HeldBack(_File):
+class HeldBack(Record):
     """A peer that keeps us from deleting: it is ``behind`` saves behind."""
 
     stage: Count
@@ -279,7 +276,7 @@ class HeldBack(_File):
     behind: Count
 
 
-class ShardStatus(_File):
+class ShardStatus(Record):
     """The history of one (kind, stage, tp rank)."""
 
     kind: Kind
@@ -293,7 +290,7 @@ class ShardStatus(_File):
     last_error: str | None
 
 
-class Totals(_File):
+class Totals(Record):
     """Counts since the daemon started."""
 
     submitted: Count = 0
@@ -306,7 +303,7 @@ class Totals(_File):
     bytes_written: Count = 0
 
 
-class StorageStatus(_File):
+class StorageStatus(Record):
     """The filesystem under the root."""
 
     free_bytes: Count
@@ -314,7 +311,7 @@ class StorageStatus(_File):
     checkpoints_left: Count | None
 
 
-class ErrorEntry(_File):
+class ErrorEntry(Record):
     """One failure, as a person should read it."""
 
     at: Moment
@@ -326,7 +323,7 @@ class ErrorEntry(_File):
     tp_rank: Count | None
 
 
-class ServiceStatus(_File):
+class ServiceStatus(Record):
     """The status file of one host: what is queued, being written, safe, and failed."""
 
     schema_version: Size = SCHEMA_VERSION
@@ -343,216 +340,3 @@ class ServiceStatus(_File):
     totals: Totals
     storage: StorageStatus | None
     errors: list[ErrorEntry]
-
-
-# --- messages: trainer to daemon --------------------------------------------------------------------------------------
-
-
-class Hello(_Message):
-    """The first message of a client. ``role`` "tool" only asks; "trainer" keeps the daemon alive."""
-
-    type: Literal["hello"] = "hello"
-    protocol: int = PROTOCOL
-    version: str
-    role: Literal["trainer", "tool"]
-    pid: Count
-    root: str
-    postfix: str | None
-    run_id: str | None = None
-    attempt: Count = 0
-    stage: Count = 0
-    tp_rank: Count = 0
-    slots: Size = 1
-    on_full: OnFull = "block"
-
-
-class Announcement(_File):
-    """What a hello of any protocol says, also one that this release cannot read as a whole."""
-
-    type: Literal["hello"] = "hello"
-    protocol: int
-    version: str = "an unknown release"
-
-
-class Retention(_Message):
-    """The retention policy of a trainer, as it travels with every offer."""
-
-    keep_last: Size = 2
-    keep_every: Size | None = None
-
-
-class Offer(_Message):
-    """A snapshot, with two descriptors: the sealed memory of its image, and its final directory.
-
-    ``directory`` is the absolute path for people to read; the daemon works relative to the descriptor. ``umask`` is the
-    trainer's, so that the file gets the mode that the trainer would have given it.
-    """
-
-    type: Literal["offer"] = "offer"
-    manifest: ShardManifest
-    directory: str
-    umask: Count
-    retention: Retention
-
-
-class Settle(_Message):
-    """Ask to be told when nothing of older attempts of this shard is pending. ``cancel``: do not wait, drop it."""
-
-    type: Literal["settle"] = "settle"
-    attempt: Count
-    stage: Count
-    tp_rank: Count
-    cancel: bool = False
-
-
-class Park(_Message):
-    """Ask that the write of a snapshot of this client does not begin; answered by :class:`Parked`."""
-
-    type: Literal["park"] = "park"
-    snapshot_id: str
-
-
-class Unpark(_Message):
-    """Decide about a parked snapshot: ``drop`` it for a newer one, or let it be written after all."""
-
-    type: Literal["unpark"] = "unpark"
-    snapshot_id: str
-    drop: bool
-
-
-class Peers(_Message):
-    """What other ranks hold, for a host that does not see their files; replaces what was said of them before."""
-
-    type: Literal["peers"] = "peers"
-    ranks: list[RankHolds]
-
-
-class Lost(_Message):
-    """A save of this client failed, or was skipped, before its snapshot could be handed over; for the status."""
-
-    type: Literal["lost"] = "lost"
-    manifest: ShardManifest
-    skipped: bool
-    message: str
-    code: str | None = None
-    hint: str | None = None
-
-
-class Blocked(_Message):
-    """A save of this client has waited so long for a free slot; for the status."""
-
-    type: Literal["blocked"] = "blocked"
-    seconds: float = Field(ge=0)
-
-
-class Leave(_Message):
-    """Ask the daemon to write what it holds and then to leave; answered by :class:`Left`, from any client.
-
-    ``patient``: however long that takes, and whoever is connected; else within its grace time, as after SIGTERM.
-    """
-
-    type: Literal["leave"] = "leave"
-    patient: bool
-
-
-class Goodbye(_Message):
-    """A clean close: this client needs the daemon no longer, once all is written."""
-
-    type: Literal["goodbye"] = "goodbye"
-
-
-# --- messages: daemon to trainer --------------------------------------------------------------------------------------
-
-
-class Welcome(_Message):
-    """The answer to a hello."""
-
-    type: Literal["welcome"] = "welcome"
-    protocol: int = PROTOCOL
-    version: str
-    pid: Count
-    host: str
-
-
-class Refused(_File):
-    """The hello or the offer (``snapshot_id``) is not taken. ``retryable``: offering it again may succeed.
-
-    The one message that crosses between releases, so unknown fields are ignored and none may ever be taken away.
-    ``protocol`` is the daemon's.
-    """
-
-    type: Literal["refused"] = "refused"
-    protocol: int = PROTOCOL
-    snapshot_id: str | None = None
-    message: str
-    retryable: bool = False
-    code: str | None = None
-    hint: str | None = None
-
-
-class Accepted(_Message):
-    """The daemon holds the snapshot: it survives the trainer."""
-
-    type: Literal["accepted"] = "accepted"
-    snapshot_id: str
-
-
-class Progress(_Message):
-    """Some bytes of a snapshot went to the disk. Sent to all who wait, also for their own turn."""
-
-    type: Literal["progress"] = "progress"
-    snapshot_id: str
-    bytes_done: Count
-
-
-class Committed(_Message):
-    """The snapshot is durable under its final name."""
-
-    type: Literal["committed"] = "committed"
-    snapshot_id: str
-    path: str
-    seconds: float
-
-
-FailureReason = Literal["error", "superseded", "cancelled"]
-
-
-class Failed(_Message):
-    """The snapshot did not become a checkpoint and will not be tried again."""
-
-    type: Literal["failed"] = "failed"
-    snapshot_id: str
-    reason: FailureReason
-    message: str
-    code: str | None = None
-    hint: str | None = None
-
-
-class Parked(_Message):
-    """The answer to a park; ``ok`` is False when the write has begun or the snapshot is not here."""
-
-    type: Literal["parked"] = "parked"
-    snapshot_id: str
-    ok: bool
-
-
-class Settled(_Message):
-    """The answer to a settle, repeated while ``pending`` snapshots remain; ``bytes_done`` moves as they are written."""
-
-    type: Literal["settled"] = "settled"
-    pending: Count
-    bytes_done: Count
-
-
-class Left(_Message):
-    """The answer to a leave, when the daemon leaves; ``lost`` says of each snapshot not written why it was not."""
-
-    type: Literal["left"] = "left"
-    lost: list[str]
-
-
-ClientMessage = Hello | Offer | Settle | Park | Unpark | Peers | Lost | Blocked | Leave | Goodbye
-DaemonMessage = Welcome | Refused | Accepted | Progress | Committed | Failed | Parked | Settled | Left
-
-client_messages: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="type")])
-daemon_messages: TypeAdapter[DaemonMessage] = TypeAdapter(Annotated[DaemonMessage, Field(discriminator="type")])

@@ -11,8 +11,9 @@ from datetime import datetime, timezone
 
 from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.ledger import Ledger
+from ckpt_service.messages import Retention
 from ckpt_service.prune import Pruner
-from ckpt_service.records import Retention, ShardManifest
+from ckpt_service.records import ShardManifest
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.threads import Recurring, started_pool
 

@@ -1,8 +1,7 @@
 """The daemon: one per run directory and host. Shell.
 
-Takes snapshots over a Unix socket, gives every event to the :class:`~ckpt_service.jobs.JobBook` and carries out what it
-answers. All state lives on the event loop; whatever may block (checking an image, writing, deleting, the status file)
-runs on threads and comes back as an event.
+Talks with clients over a Unix socket, hands their snapshots to the :class:`~ckpt_service.workshop.Workshop`, publishes
+the status, and knows when to leave. All state lives on the event loop; whatever may block runs on threads.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import signal
@@ -21,42 +19,31 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal, TypeVar
 
-from ckpt_service import __version__, intake, jobs, naming, ownership, records, status
-from ckpt_service.committer import Committer
+from ckpt_service import __version__, intake, jobs, messages, naming, ownership, records, status
 from ckpt_service.config import ServiceConfig
 from ckpt_service.connection import Connection, other_protocol, peer_uid
-from ckpt_service.errors import CkptError, ProtocolError, SnapshotSuperseded, from_os_error
-from ckpt_service.intake import Held
-from ckpt_service.jobs import JobBook, JobKey, Phase
+from ckpt_service.errors import CkptError, ProtocolError, from_os_error
 from ckpt_service.ledger import Ledger
 from ckpt_service.lifetime import Lifetime
-from ckpt_service.records import (
+from ckpt_service.messages import (
     PROTOCOL,
     ClientMessage,
-    DaemonState,
+    DaemonMessage,
     Hello,
     Offer,
     Refused,
-    ServiceStatus,
     Settle,
 )
-from ckpt_service.retainer import Retainer
+from ckpt_service.records import DaemonState, ServiceStatus
 from ckpt_service.scan import load_catalog, load_peers_file
 from ckpt_service.status import Publisher
 from ckpt_service.storage import write_small
 from ckpt_service.threads import Recurring, started_pool
-from ckpt_service.writer import CommitResult, RateLimit, Stopped, Watcher, WriteOptions
+from ckpt_service.workshop import Surroundings, Workshop
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_SECONDS = 0.2
 _WORKERS = 4
-_WHY_ENDED = {
-    Phase.FAILED: "the daemon had to leave",
-    Phase.CANCELLED: "a newer attempt has started",
-    Phase.SUPERSEDED: "it gave way to a newer snapshot before its write began",
-}
-
 _T = TypeVar("_T")
 
 
@@ -92,17 +79,9 @@ class Server:
     def __init__(self, paths: ServerPaths, config: ServiceConfig, *, stays: bool) -> None:
         self._paths = paths
         self._config = config
-        self._book = JobBook(config.shards_at_once, config.max_tries, config.orphan_seconds)
-        self._held: dict[JobKey, Held] = {}
-        self._fates: dict[JobKey, CkptError] = {}
         self._clients: dict[int, Client] = {}
         self._ledger = Ledger()
         self._publisher = Publisher(paths.status, self._status, config.heartbeat_seconds, self._complain)
-        limit = RateLimit(config.rate_limit_bytes_per_second)
-        options = WriteOptions(config.writer_threads, config.chunk_bytes, config.direct_io, limit)
-        self._committer = Committer(paths.host, options)
-        self._retainer = Retainer(paths.root, paths.postfix, self._ledger, self._publisher.changed)
-        self._commits = started_pool(config.shards_at_once, "ckpt-commit")
         self._work = started_pool(_WORKERS, "ckpt-work")
         self._peers: dict[tuple[int, int], records.RankHolds] = {}
         self._peers_file = Recurring(self._write_peers)
@@ -112,11 +91,16 @@ class Server:
         self._started_at = datetime.now(timezone.utc)
         first_client_by = time.monotonic() + config.start_seconds
         self._lifetime = Lifetime(stays, config.linger_seconds, config.grace_seconds, needed_until=first_client_by)
-        self._progress_at = 0.0
-        self._lost: list[str] = []
-        self._leaving = False
-        self._turned_away: set[int] = set()
         self._wake = asyncio.Event()
+        around = Surroundings(
+            tell=self._tell,
+            spawn=self._spawn,
+            changed=self._changed,
+            publish=lambda: self._publisher.publish(config.notice_seconds),
+            on_thread=self._on_thread,
+            is_draining=lambda: self._lifetime.draining,
+        )
+        self._workshop = Workshop(paths.root, paths.postfix, paths.host, config, self._ledger, around)
 
     async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
         """Serve until nobody needs the daemon or a signal ends it; return the exit code."""
@@ -180,7 +164,7 @@ class Server:
         finally:
             await connection.close()
             del self._clients[connection.number]
-            self._handle(jobs.ClientGone(connection.number, time.monotonic()))
+            self._workshop.handle(jobs.ClientGone(connection.number, time.monotonic()))
             self._client_left(client)
 
     def _client_left(self, client: Client) -> None:
@@ -200,21 +184,22 @@ class Server:
             case Hello():
                 self._on_hello(client, message)
             case Settle() if client.trains:
-                self._spawn(self._settle(client, message))
-            case records.Park(snapshot_id=name) if client.trains:
-                self._on_park(client, name)
-            case records.Unpark(snapshot_id=name, drop=drop) if client.trains:
-                self._on_unpark(client, name, drop=drop)
-            case records.Peers(ranks=ranks) if client.trains:
+                self._spawn(self._workshop.settle(client.connection.number, message))
+            case messages.Park(snapshot_id=name) if client.trains:
+                parked = self._workshop.park(client.connection.number, name)
+                client.connection.send(messages.Parked(snapshot_id=name, ok=parked))
+            case messages.Unpark(snapshot_id=name, drop=drop) if client.trains:
+                self._workshop.unpark(client.connection.number, name, drop=drop)
+            case messages.Peers(ranks=ranks) if client.trains:
                 await self._on_peers(ranks)
-            case records.Lost() if client.trains:
+            case messages.Lost() if client.trains:
                 self._on_lost(message)
-            case records.Blocked(seconds=seconds) if client.trains:
+            case messages.Blocked(seconds=seconds) if client.trains:
                 self._ledger.blocked_seconds += seconds
                 self._publisher.changed()
-            case records.Leave(patient=patient) if client.hello is not None:
+            case messages.Leave(patient=patient) if client.hello is not None:
                 self._on_leave(client, patient=patient)
-            case records.Goodbye():
+            case messages.Goodbye():
                 client.left_cleanly = True
                 if client.trains:
                     self._lifetime.trainer_left(time.monotonic(), cleanly=True)
@@ -231,72 +216,22 @@ class Server:
         if client.trains:
             self._lifetime.trainer_came()
             self._ledger.greeted(hello)
-        client.connection.send(records.Welcome(version=__version__, pid=os.getpid(), host=self._paths.host))
+        client.connection.send(messages.Welcome(version=__version__, pid=os.getpid(), host=self._paths.host))
         self._publisher.changed()
 
     async def _on_offer(self, client: Client, offer: Offer, descriptors: list[int]) -> None:
-        if self._leaving:  # the connection ends in a moment, and the snapshot is handed to another daemon
-            intake.close_all(descriptors)
-            return
-        hello = client.hello
+        hello, snapshot_id = client.hello, offer.manifest.snapshot_id
         assert hello is not None
-        snapshot_id = offer.manifest.snapshot_id
         if (offer.manifest.run_id, offer.manifest.attempt) != (hello.run_id, hello.attempt):
             intake.close_all(descriptors)
             client.connection.send(Refused(snapshot_id=snapshot_id, message="it is of another run or attempt"))
             return
-        known = self._held.get(intake.job_key(offer))
-        if self._leaving or (self._lifetime.finishing and known is None):
-            # Not accepted: the trainer hands it to the next daemon. Taking it could put off our end for ever.
-            self._turned_away.add(client.connection.number)
-            intake.close_all(descriptors)
-            return
-        if known is not None and known.offer.manifest == offer.manifest:
-            intake.close_all(descriptors)  # it is the same memory, which we hold already
-            self._handle(jobs.Offered(known.key, offer.manifest.bytes, client.connection.number))
-            return
+        number, finishing = client.connection.number, self._lifetime.finishing
         try:
-            held = await self._take(offer, descriptors)
+            await self._workshop.offer(number, offer, descriptors, finishing=finishing)
         except ProtocolError as error:
-            intake.close_all(descriptors)
-            self._ledger.failed(offer.manifest, error, datetime.now(timezone.utc), final=True)
             refusal = Refused(snapshot_id=snapshot_id, message=str(error.args[0]), code=error.code, hint=error.hint)
             client.connection.send(refusal)
-            return
-        if self._leaving:
-            held.release()
-            return
-        if held.key in self._held:
-            held.release()  # it is the same memory, which we hold already
-        else:
-            self._held[held.key] = held
-            self._ledger.submitted(offer.manifest)
-        self._handle(jobs.Offered(held.key, offer.manifest.bytes, client.connection.number))
-
-    async def _take(self, offer: Offer, descriptors: list[int]) -> Held:
-        """Take a snapshot over; for want of memory or descriptors it is tried again, with growing pauses."""
-        for tries in itertools.count(1):
-            try:
-                return await self._on_thread(functools.partial(intake.take, offer, descriptors))
-            except ProtocolError as error:
-                if not error.retryable or tries >= self._config.max_tries or self._leaving:
-                    raise
-                self._ledger.failed(offer.manifest, error, datetime.now(timezone.utc), final=False)
-                self._publisher.changed()
-            await asyncio.sleep(jobs.retry_pause(tries))
-        raise AssertionError("never reached")
-
-    def _on_park(self, client: Client, name: str) -> None:
-        key = self._key_of(client, name)
-        ok = key is not None and self._book.can_park(key)
-        if key is not None and ok:
-            self._handle(jobs.Parked(key))
-        client.connection.send(records.Parked(snapshot_id=name, ok=ok))
-
-    def _on_unpark(self, client: Client, name: str, *, drop: bool) -> None:
-        key = self._key_of(client, name)
-        if key is not None and self._book.is_parked(key):
-            self._handle(jobs.Dropped(key) if drop else jobs.Unparked(key))
 
     async def _on_peers(self, ranks: list[records.RankHolds]) -> None:
         """Write down what other ranks hold; a disk that hangs must not keep the offers that come next."""
@@ -316,7 +251,7 @@ class Server:
             log.warning("%s", problem)
             self._complain(problem)
 
-    def _on_lost(self, lost: records.Lost) -> None:
+    def _on_lost(self, lost: messages.Lost) -> None:
         if lost.skipped:
             self._ledger.counts["skipped"] += 1
         else:
@@ -334,135 +269,16 @@ class Server:
         self._publisher.changed()
         self._wake.set()
 
-    def _key_of(self, client: Client, name: str) -> JobKey | None:
-        """Return the job of this client that has this name."""
-        mine = (key for key, job in self._book.jobs.items() if job.client == client.connection.number)
-        return next((key for key in mine if self._snapshot_id(key) == name), None)
-
-    async def _settle(self, client: Client, settle: Settle) -> None:
-        """Tell the client how much older attempts of its shard have to write yet, until that is nothing."""
-        while True:
-            older = self._book.left_by_older(settle.stage, settle.tp_rank, settle.attempt)
-            done = sum(self._held[job.key].bytes_done for job in older)
-            client.connection.send(records.Settled(pending=len(older), bytes_done=done))
-            if not older or client.connection.number not in self._clients:
-                return
-            if settle.cancel:
-                for job in older:
-                    self._handle(jobs.Cancelled(job.key))
-            await asyncio.sleep(_PROGRESS_SECONDS)
-
-    # --- jobs ---------------------------------------------------------------------------------------------------------
-
-    def _handle(self, event: jobs.Event) -> None:
-        for instruction in self._book.handle(event):
-            self._carry_out(instruction)
-        self._book.check()
-        self._publisher.changed()
-        self._wake.set()
-
-    def _carry_out(self, instruction: jobs.Instruction) -> None:
-        match instruction:
-            case jobs.Accept(key, client):
-                self._tell(client, records.Accepted(snapshot_id=self._snapshot_id(key)))
-            case jobs.Start(key):
-                self._spawn(self._commit(self._held[key]))
-            case jobs.Abort(key):
-                self._held[key].stop.set()
-            case jobs.Pause(key, seconds):
-                asyncio.get_running_loop().call_later(seconds, self._retry, key)
-            case jobs.Prune(key):
-                self._spawn(self._prune(self._held[key]))
-            case jobs.Report(key, client, phase):
-                self._report(key, client, phase)
-            case jobs.Forget(key):
-                self._held.pop(key).release()
-
-    def _retry(self, key: JobKey) -> None:
-        if key in self._book.jobs and self._book.jobs[key].phase is Phase.WAITING:
-            self._handle(jobs.RetryDue(key))
-
-    def _report(self, key: JobKey, client: int | None, phase: Phase) -> None:
-        held = self._held[key]
-        snapshot_id = self._snapshot_id(key)
-        error = self._fates.pop(key, None)
-        if phase is Phase.COMMITTED:
-            seconds = time.monotonic() - held.submitted_at
-            self._tell(client, records.Committed(snapshot_id=snapshot_id, path=held.path, seconds=seconds))
-            return
-        reason: records.FailureReason = "cancelled" if phase is Phase.CANCELLED else "error"
-        if phase is Phase.SUPERSEDED or isinstance(error, SnapshotSuperseded):
-            reason = "superseded"
-            self._ledger.counts["superseded"] += 1
-        message = str(error.args[0]) if error else _WHY_ENDED[phase]
-        code, hint = (error.code, error.hint) if error else (None, None)
-        self._tell(
-            client, records.Failed(snapshot_id=snapshot_id, reason=reason, message=message, code=code, hint=hint)
-        )
-
-    def _tell(self, client: int | None, message: records.DaemonMessage) -> None:
+    def _tell(self, client: int, message: DaemonMessage) -> bool:
+        """Send to a client, if it is still there; return whether it is."""
         if client in self._clients:
             self._clients[client].connection.send(message)
+        return client in self._clients
 
-    def _snapshot_id(self, key: JobKey) -> str:
-        return self._held[key].offer.manifest.snapshot_id
-
-    async def _commit(self, held: Held) -> None:
-        loop = asyncio.get_running_loop()
-        held.bytes_done, held.write_began_at = 0, time.monotonic()
-
-        def post(event: jobs.Event) -> None:
-            loop.call_soon_threadsafe(self._handle, event)
-
-        def wrote(nbytes: int) -> None:
-            loop.call_soon_threadsafe(self._on_bytes, held, nbytes)
-
-        watcher = Watcher(wrote, lambda: post(jobs.Synced(held.key)), lambda: post(jobs.Renaming(held.key)), held.stop)
-        try:
-            result = await loop.run_in_executor(self._commits, functools.partial(self._committer.commit, held, watcher))
-        except Stopped:
-            self._handle(jobs.Broke(held.key, retryable=False, at=time.monotonic()))
-        except CkptError as error:
-            self._on_broken(held, error)
-        else:
-            self._on_committed(held, result)
-
-    def _on_bytes(self, held: Held, nbytes: int) -> None:
-        """Tell everybody who waits that the disk moves, also those whose turn has not come."""
-        held.bytes_done += nbytes
+    def _changed(self) -> None:
+        """Have the status published, and look whether the daemon is still needed."""
         self._publisher.changed()
-        now = time.monotonic()
-        if now - self._progress_at < _PROGRESS_SECONDS:
-            return
-        self._progress_at = now
-        progress = records.Progress(snapshot_id=held.offer.manifest.snapshot_id, bytes_done=held.bytes_done)
-        for client in self._turned_away.union(job.client for job in self._book.jobs.values() if job.client is not None):
-            self._tell(client, progress)
-
-    def _on_broken(self, held: Held, error: CkptError) -> None:
-        before = self._book.jobs[held.key].tries
-        self._fates[held.key] = error
-        self._handle(jobs.Broke(held.key, error.retryable, time.monotonic()))
-        final = held.key not in self._book.jobs
-        if not isinstance(error, SnapshotSuperseded):
-            self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=final)
-            if final and self._lifetime.draining:
-                self._lost.append(str(error))
-        log.warning("step %d, try %d: %s", held.offer.manifest.step, before + 1, error)
-
-    def _on_committed(self, held: Held, result: CommitResult) -> None:
-        now = datetime.now(timezone.utc)
-        seconds = time.monotonic() - held.submitted_at
-        self._ledger.committed(held.offer.manifest, path=held.path, at=now, seconds=seconds, written=result.written)
-        log.info("committed %s in %.2f s (%s)", held.path, seconds, "direct" if result.direct else "buffered")
-        self._handle(jobs.Landed(held.key))
-
-    async def _prune(self, held: Held) -> None:
-        """Publish that the newer file is safe, then delete what is too old. Neither failing undoes the commit."""
-        await self._publisher.publish(self._config.notice_seconds)
-        self._retainer.committed(held.offer.manifest, held.directory, held.offer.retention)
-        await self._retainer.retain(self._config.notice_seconds)
-        self._handle(jobs.Pruned(held.key))
+        self._wake.set()
 
     def _complain(self, problem: CkptError) -> None:
         self._ledger.complain(problem, datetime.now(timezone.utc))
@@ -498,34 +314,25 @@ class Server:
 
     def _seconds_needed(self) -> float:
         trainers = sum(client.trains and not client.left_cleanly for client in self._clients.values())
-        return self._lifetime.seconds_needed(time.monotonic(), trainers=trainers, jobs=len(self._book.jobs))
+        return self._lifetime.seconds_needed(time.monotonic(), trainers=trainers, jobs=len(self._workshop.work))
 
     async def _leave(self, listener: socket.socket) -> int:
         """Close the door, name what is lost, and say goodbye to the world."""
-        self._leaving = True
+        self._workshop.close()
         unlinking = asyncio.ensure_future(self._on_thread(self._unlink_socket))
         await asyncio.wait([unlinking], timeout=self._config.notice_seconds)
         listener.close()
-        lost = sorted(self._book.jobs)
-        for key in lost:
-            held = self._held[key]
-            held.stop.set()
-            error = CkptError(
-                f"step {held.offer.manifest.step} was not written before the daemon had to leave",
-                op="drain",
-                hint="a trainer that is alive hands it over again",
-            )
-            self._ledger.failed(held.offer.manifest, error, datetime.now(timezone.utc), final=True)
-            self._lost.append(str(error.args[0]))
+        self._workshop.give_up()
+        lost = self._workshop.lost
         for client in self._clients.values():
             if client.asked_to_leave:
-                client.connection.send(records.Left(lost=self._lost))
+                client.connection.send(messages.Left(lost=lost))
         await asyncio.gather(*(client.connection.close() for client in self._clients.values()))
-        await self._retainer.retain(self._config.notice_seconds)
+        await self._workshop.retain()
         self._state = "stopped"
         await self._publisher.publish(self._config.notice_seconds)
-        log.info("left, with %d snapshots not written", len(self._lost))
-        return 1 if self._lost else 0
+        log.info("left, with %d snapshots not written", len(lost))
+        return 1 if lost else 0
 
     def _unlink_socket(self) -> None:
         with contextlib.suppress(OSError):  # the next daemon replaces it
@@ -550,9 +357,8 @@ class Server:
 
     def _status(self) -> ServiceStatus:
         trainers = [client.hello for client in self._clients.values() if client.hello is not None and client.trains]
-        work = [(job, self._held[key]) for key, job in sorted(self._book.jobs.items())]
         here = status.Here(self._paths.root, self._paths.host, self._paths.socket, self._started_at)
         phase: DaemonState | None = "draining" if self._lifetime.draining else None
         if self._state != "serving":
             phase = self._state
-        return status.compose(here, phase, trainers, work, self._ledger, time.monotonic())
+        return status.compose(here, phase, trainers, self._workshop.work, self._ledger, time.monotonic())

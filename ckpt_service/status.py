@@ -21,11 +21,10 @@ from ckpt_service.errors import CkptError, from_os_error
 from ckpt_service.intake import Held
 from ckpt_service.jobs import ACTIVE, Job
 from ckpt_service.ledger import Ledger
+from ckpt_service.messages import PROTOCOL, Hello
 from ckpt_service.records import (
-    PROTOCOL,
     DaemonState,
     DaemonStatus,
-    Hello,
     PendingStatus,
     QueueStatus,
     ServiceStatus,

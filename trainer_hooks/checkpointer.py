@@ -14,7 +14,8 @@ from typing import Any, Literal
 from ckpt_service import memory, naming, ownership, scan
 from ckpt_service.catalog import CheckpointId
 from ckpt_service.errors import CkptError, SaveFailed, ServiceUnavailable
-from ckpt_service.records import OnFull, Retention
+from ckpt_service.messages import Retention
+from ckpt_service.records import OnFull
 from ckpt_service.retention import RetentionPolicy
 from trainer_hooks import ending
 from trainer_hooks.beside import Wanted, load_beside

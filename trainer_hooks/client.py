@@ -28,7 +28,7 @@ from ckpt_service.errors import (
     SnapshotSuperseded,
     from_os_error,
 )
-from ckpt_service.records import (
+from ckpt_service.messages import (
     Accepted,
     Blocked,
     Committed,
@@ -44,9 +44,9 @@ from ckpt_service.records import (
     Refused,
     Settle,
     Settled,
-    ShardManifest,
     Unpark,
 )
+from ckpt_service.records import ShardManifest
 from ckpt_service.storage import LocalDirectory
 from trainer_hooks.launch import Channel, Service, connect
 from trainer_hooks.peers import PeerNews

@@ -28,7 +28,13 @@ from ckpt_service import naming, ownership, wire
 from ckpt_service.config import ServiceConfig
 from ckpt_service.errors import CkptError, ProtocolError, ServiceUnavailable
 from ckpt_service.locate import socket_path
-from ckpt_service.records import DaemonMessage, Hello, Refused, Welcome, daemon_messages
+from ckpt_service.messages import (
+    DaemonMessage,
+    Hello,
+    Refused,
+    Welcome,
+    daemon_messages,
+)
 from ckpt_service.scan import load_statuses
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import json
 from contextlib import suppress
 
 from ckpt_service import scan
-from ckpt_service.records import Peers, RankHolds
+from ckpt_service.messages import Peers
+from ckpt_service.records import RankHolds
 from trainer_hooks.exchange import Exchange
 from trainer_hooks.start import Run
 

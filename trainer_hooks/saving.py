@@ -22,9 +22,10 @@ from pathlib import Path
 
 from ckpt_service import naming, prune, writer
 from ckpt_service.errors import CkptError, SaveFailed, from_os_error
+from ckpt_service.messages import Hello, Offer, Retention
 from ckpt_service.naming import Kind
 from ckpt_service.prune import History
-from ckpt_service.records import Hello, Offer, Retention, ShardManifest
+from ckpt_service.records import ShardManifest
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.threads import started_pool
 from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions

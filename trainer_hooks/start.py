@@ -12,8 +12,14 @@ from datetime import datetime, timezone
 from ckpt_service import __version__, naming, ownership
 from ckpt_service.config import ServiceConfig, load_config, unknown_variables
 from ckpt_service.errors import CkptError, RunDirectoryBusy, from_os_error
+from ckpt_service.messages import Hello
 from ckpt_service.ownership import RunLock
-from ckpt_service.records import Attempt, Hello, OnFull, Origin, TopologyRecord
+from ckpt_service.records import (
+    Attempt,
+    OnFull,
+    Origin,
+    TopologyRecord,
+)
 from ckpt_service.storage import make_directories
 from trainer_hooks import group as groups
 from trainer_hooks.exchange import Exchange, take_all

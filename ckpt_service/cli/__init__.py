@@ -40,7 +40,8 @@ app.command("doctor")(doctor.doctor)
 
 def _version_line() -> str:
     from ckpt_service import __version__
-    from ckpt_service.records import FORMAT_VERSION, PROTOCOL
+    from ckpt_service.messages import PROTOCOL
+    from ckpt_service.records import FORMAT_VERSION
 
     return f"ckpt-service {__version__} (protocol {PROTOCOL}, format {FORMAT_VERSION})"
 

@@ -10,7 +10,12 @@ from enum import Enum
 from ckpt_service.catalog import Catalog, Checkpoint, State
 from ckpt_service.cli.steps import StepName, UnknownStep, choose
 from ckpt_service.naming import Kind
-from ckpt_service.records import PendingStatus, ServiceStatus, WritingStatus, save_of
+from ckpt_service.records import (
+    PendingStatus,
+    ServiceStatus,
+    WritingStatus,
+    save_of,
+)
 
 _LOST = (State.DEAD, State.DAMAGED)
 

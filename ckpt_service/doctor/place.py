@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_service.doctor.facts import Daemon, Disk, Facts, Probe, Run
 from ckpt_service.doctor.findings import Finding, fail, ok, warn
 from ckpt_service.memory import gigabytes
-from ckpt_service.records import PROTOCOL
+from ckpt_service.messages import PROTOCOL
 
 _NO_SPACE = frozenset({"ENOSPC", "EDQUOT"})
 _SLOW_SYNC_SECONDS = 1.0

@@ -57,11 +57,11 @@ AT_START = {
 AT_WORK = {
     "it has read the hello": ("ckpt_service.server:Server._on_hello", "before"),
     "it has said welcome": ("ckpt_service.server:Server._on_hello", "after"),
-    "it is offered a snapshot": ("ckpt_service.server:intake.take", "before"),
+    "it is offered a snapshot": ("ckpt_service.workshop:intake.take", "before"),
     "it sweeps": ("ckpt_service.committer:sweep", "before"),
     "it has swept": ("ckpt_service.committer:sweep", "after"),
     "it has renamed": ("ckpt_service.writer:_rename", "after"),
-    "it has committed": ("ckpt_service.server:Server._on_committed", "before"),
+    "it has committed": ("ckpt_service.workshop:Workshop._on_committed", "before"),
     "it prunes": ("ckpt_service.retainer:Pruner.retain", "before"),
 }
 

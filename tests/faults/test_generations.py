@@ -129,7 +129,7 @@ def test_what_has_the_name_of_the_socket_stays_and_the_socket_goes_elsewhere(
 STRANGER = """
 import socket, sys, time
 from ckpt_service import wire
-from ckpt_service.records import Refused
+from ckpt_service.messages import Refused
 listener = socket.socket(socket.AF_UNIX)
 listener.bind({path!r})
 listener.listen()

@@ -18,7 +18,8 @@ from support.faults import DAEMON, Fault, Faults, Saver, contents, errors, name_
 from support.processes import PRELUDE, RunDirectory, wait_for
 
 from ckpt_service import wire
-from ckpt_service.records import Hello, Peers, RankHolds
+from ckpt_service.messages import Hello, Peers
+from ckpt_service.records import RankHolds
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from support.faults import DAEMON, Fault, Faults, Saver, copy_of_the_status, err
 from support.processes import OBEY, RunDirectory, wait_for
 
 from ckpt_service import wire
-from ckpt_service.records import Accepted, Welcome, client_messages
+from ckpt_service.messages import Accepted, Welcome, client_messages
 
 IMPATIENT = {"CKPT_SERVICE_STALL_SECONDS": "0.7", "CKPT_SERVICE_NOTICE_SECONDS": "0.5"}
 LEAVING = {

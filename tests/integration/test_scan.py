@@ -19,8 +19,8 @@ from support.shards import snapshot, write_attempt, write_shard
 from ckpt_service import image, naming, scan
 from ckpt_service.catalog import Shard, State
 from ckpt_service.errors import DamagedCheckpoint
+from ckpt_service.messages import Retention
 from ckpt_service.prune import History, Pruner, Retained, delete, retain
-from ckpt_service.records import Retention
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.verify import verify_shard
 

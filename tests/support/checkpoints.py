@@ -8,7 +8,12 @@ from datetime import datetime, timezone
 from ckpt_service import naming
 from ckpt_service.catalog import Catalog, Checkpoint, Evidence, Rank, Shard, build
 from ckpt_service.naming import Kind
-from ckpt_service.records import Attempt, Origin, ShardManifest, TopologyRecord
+from ckpt_service.records import (
+    Attempt,
+    Origin,
+    ShardManifest,
+    TopologyRecord,
+)
 from trainer_hooks.topology import Topology
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=timezone.utc)

@@ -13,7 +13,12 @@ from typing import Any
 
 from ckpt_service import image
 from ckpt_service.image import RecordSize
-from ckpt_service.records import Attempt, Origin, ShardManifest, TopologyRecord
+from ckpt_service.records import (
+    Attempt,
+    Origin,
+    ShardManifest,
+    TopologyRecord,
+)
 from ckpt_service.storage import LocalDirectory, make_directories
 from ckpt_service.writer import Snapshot, Watcher, WriteOptions, commit
 

@@ -21,7 +21,7 @@ from support.processes import RunDirectory, wait_for
 from support.shards import LOADABLE, SEALS, image_of, manifest, memory, snapshot
 
 from ckpt_service import image, wire
-from ckpt_service.records import (
+from ckpt_service.messages import (
     Accepted,
     Committed,
     DaemonMessage,
@@ -30,10 +30,10 @@ from ckpt_service.records import (
     Refused,
     Retention,
     Settle,
-    ShardManifest,
     Welcome,
     daemon_messages,
 )
+from ckpt_service.records import ShardManifest
 from trainer_hooks import Checkpointer
 
 LAYOUT = snapshot(LOADABLE).layout

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from ckpt_service import records
-from ckpt_service.records import Attempt, Offer, ServiceStatus, ShardManifest, client_messages, daemon_messages
+from ckpt_service import messages
+from ckpt_service.messages import Offer, client_messages, daemon_messages
+from ckpt_service.records import Attempt, ServiceStatus, ShardManifest
 
 MANIFEST: dict[str, Any] = {
     "format_version": 1,
@@ -393,7 +394,7 @@ def test_a_message_comes_back_as_it_was(adapter: Any, values: dict[str, Any]) ->
 
 def test_every_message_is_tried_here() -> None:
     tried = {values["type"] for values in FROM_TRAINERS + FROM_DAEMONS}
-    classes = [value for value in vars(records).values() if isinstance(value, type) and issubclass(value, BaseModel)]
+    classes = [value for value in vars(messages).values() if isinstance(value, type) and issubclass(value, BaseModel)]
     assert tried == {value.model_fields["type"].default for value in classes if "type" in value.model_fields}
 
 
@@ -408,7 +409,7 @@ def test_a_field_that_was_not_agreed_on_is_refused(adapter: Any, values: dict[st
 
 def test_the_hello_of_any_protocol_says_who_asks() -> None:
     hello = {"type": "hello", "protocol": 7, "version": "9.0", "role": "observer", "later": {"more": [1]}}
-    assert records.Announcement.model_validate(hello) == records.Announcement(protocol=7, version="9.0")
+    assert messages.Announcement.model_validate(hello) == messages.Announcement(protocol=7, version="9.0")
 
 
 def test_a_retention_that_was_not_agreed_on_is_refused() -> None:

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_service.errors import ProtocolError
-from ckpt_service.records import Committed, Failed, Goodbye, Progress, daemon_messages
+from ckpt_service.messages import (
+    Committed,
+    Failed,
+    Goodbye,
+    Progress,
+    daemon_messages,
+)
 from ckpt_service.wire import MAX_BODY_BYTES, MAX_DESCRIPTORS, Decoder, Frame, encode
 
 MESSAGES = st.one_of(

@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_service import naming, scan
 from ckpt_service.catalog import Evidence, build
 from ckpt_service.errors import LayoutMismatch, StateMismatch
-from ckpt_service.records import Retention
+from ckpt_service.messages import Retention
 from trainer_hooks.beside import Wanted
 from trainer_hooks.checkpointer import Checkpointer
 from trainer_hooks.choice import whose_is_unknown
