@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckpt_service.errors import ServiceUnavailable
 
@@ -26,15 +27,60 @@ def started_pool(count: int, name: str) -> ThreadPoolExecutor:
             pool.submit(released.wait)
     except RuntimeError as error:
         pool.shutdown(wait=False)
-        raise ServiceUnavailable(
-            f"{count} threads ({name}) cannot be started: {error}",
-            op="start",
-            code="EAGAIN",
-            hint="raise the limit of processes (ulimit -u) or of the control group (pids.max)",
-        ) from error
+        raise _no_threads(count, name, error) from error
     finally:
         released.set()
     return pool
+
+
+def _no_threads(count: int, name: str, error: RuntimeError) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        f"{count} threads ({name}) cannot be started: {error}",
+        op="start",
+        code="EAGAIN",
+        hint="raise the limit of processes (ulimit -u) or of the control group (pids.max)",
+    )
+
+
+class Worker:
+    """A thread that does what it is given, one after the other.
+
+    Unlike an executor it works until the very end of the interpreter: a session in a thread of the user may begin when
+    the main thread has ended, and then executors take nothing any more.
+
+    Raises:
+        ServiceUnavailable: the thread is not to be had.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise _no_threads(1, name, error) from error
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Have something done; the future says when, or what it raised."""
+        done: Future[None] = Future()
+        self._queue.put((work, done))
+        return done
+
+    def shutdown(self) -> None:
+        """Do what was given so far, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (given := self._queue.get()) is not None:
+            work, done = given
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            del given, work, done  # nothing of it is kept alive while there is nothing to do
 
 
 class Recurring:

@@ -126,7 +126,10 @@ class StepGate:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._on_first_step is not None and not torch.compiler.is_compiling():
             first, self._on_first_step = self._on_first_step, None
-            first()  # the optimizers have their moments now
+            try:
+                first()  # the optimizers have their moments now
+            except Exception as error:  # noqa: BLE001 - no threads, an odd state: it may not end somebody's step
+                log.warning("the memory for snapshots could not be made ready: %s", error)
 
     def _wait_for_copies(self) -> None:
         # Bounded: a step that goes on too early is seen by the nets, and costs a snapshot, not the training.

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ckpt_service.naming import Kind
 from ckpt_service.prune import History
 from ckpt_service.records import ShardManifest
 from ckpt_service.storage import LocalDirectory
-from ckpt_service.threads import started_pool
+from ckpt_service.threads import Worker
 from ckpt_service.writer import RateLimit, Snapshot, Watcher, WriteOptions
 from trainer_hooks import capture, replicas
 from trainer_hooks.admission import Admission
@@ -74,8 +74,8 @@ class Saver:
         self._run = run
         self._client = client
         self._pool = SlotPool(run.slots)
-        self._copier = started_pool(1, "ckpt-copy") if client is not None else None
-        self._finisher = started_pool(1, "ckpt-finish") if run.topology.dp > 1 and client is not None else None
+        self._copier = Worker("ckpt-copy") if client is not None else None
+        self._finisher = Worker("ckpt-finish") if run.topology.dp > 1 and client is not None else None
         self._finishing: set[Future[None]] = set()
         self._failures: deque[SaveFailed] = deque()
         self._swept: set[str] = set()
@@ -143,8 +143,8 @@ class Saver:
         else:
             work(staged)
 
-    def _spawn(self, executor: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-        job = executor.submit(work)
+    def _spawn(self, worker: Worker, work: Callable[[], None]) -> None:
+        job = worker.submit(work)
         self._finishing.add(job)
         job.add_done_callback(self._finishing.discard)
 
@@ -181,9 +181,9 @@ class Saver:
 
     def close(self) -> None:
         """End the threads and give the memory back."""
-        for pool in (self._copier, self._finisher):
-            if pool is not None:
-                pool.shutdown()
+        for worker in (self._copier, self._finisher):
+            if worker is not None:
+                worker.shutdown()
         self._run.part()
         if self._client is not None:
             self._client.close()

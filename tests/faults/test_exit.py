@@ -128,6 +128,7 @@ def test_a_child_of_multiprocessing_waits_for_its_own_saves(method: str, run: Ru
 
 
 def test_a_group_that_is_told_to_end_with_its_daemon_loses_only_what_is_named(run: RunDirectory) -> None:
+    run.root.mkdir()
     socket = run.root.parent / "service.sock"
     job = f"""
 {sys.executable} -m ckpt_service run {run.root} --socket {socket} &

@@ -143,6 +143,16 @@ def test_the_first_step_is_told_once() -> None:
     assert told == [1]
 
 
+def test_what_goes_wrong_after_the_first_step_does_not_end_it() -> None:
+    def fails() -> None:
+        raise RuntimeError("can't start new thread")
+
+    made = gate(first=fails)
+    _, optimizer, step = training()
+    made.watch("optimizer", optimizer)
+    step()
+
+
 # --- the copy ---------------------------------------------------------------------------------------------------------
 
 
