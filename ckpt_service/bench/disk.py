@@ -94,10 +94,20 @@ def read_direct(path: str, seconds: float = inf) -> Rate | None:
         return Rate(done, time.monotonic() - began)
 
 
+def read_buffered(path: str, seconds: float = inf) -> Rate:
+    """Read a file through the page cache."""
+    with contextlib.closing(_Buffers()) as buffers:
+        began = time.monotonic()
+        with _opened(path, _READ) as fd:
+            nbytes = os.fstat(fd).st_size
+            done = _spread(nbytes, began + seconds, buffers, lambda part, at: _read_all(fd, part, at))
+        return Rate(done, time.monotonic() - began)
+
+
 def read_warm(path: str, seconds: float = inf) -> Rate:
     """Read a file twice through the page cache; return how fast the second time was."""
-    _read_buffered(path, seconds)
-    return _read_buffered(path, seconds)
+    read_buffered(path, seconds)
+    return read_buffered(path, seconds)
 
 
 def forget(path: str) -> None:
@@ -105,15 +115,6 @@ def forget(path: str) -> None:
     with _opened(path, _READ) as fd:
         os.fsync(fd)  # only what is clean can be dropped
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _read_buffered(path: str, seconds: float) -> Rate:
-    with contextlib.closing(_Buffers()) as buffers:
-        began = time.monotonic()
-        with _opened(path, _READ) as fd:
-            nbytes = os.fstat(fd).st_size
-            done = _spread(nbytes, began + seconds, buffers, lambda part, at: _read_all(fd, part, at))
-        return Rate(done, time.monotonic() - began)
 
 
 # --- threads and chunks -----------------------------------------------------------------------------------------------
