@@ -7,6 +7,7 @@ counts only with its fsync. Errors come out as ``OSError``; Ctrl-C ends the thre
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -39,6 +40,7 @@ class Rate:
 def write_direct(path: str, nbytes: int, seconds: float = inf) -> Rate | None:
     """Write a new file past the page cache and sync it; begin no chunk after ``seconds``. Whole pages are written.
 
+    Its blocks are allocated first, which counts too: where each write makes the file longer, they wait for each other.
     Returns None where the filesystem takes no direct writes: some open a file so and then refuse to write to it.
     """
     nbytes = max(nbytes - nbytes % mmap.PAGESIZE, mmap.PAGESIZE)  # else the last write would be refused
@@ -46,6 +48,7 @@ def write_direct(path: str, nbytes: int, seconds: float = inf) -> Rate | None:
         began = time.monotonic()
         try:
             with _opened(path, _NEW | os.O_DIRECT) as fd:
+                _preallocate(fd, nbytes)
                 done = _spread(nbytes, began + seconds, buffers, lambda part, at: _write_all(fd, part, at))
                 os.fsync(fd)
         except OSError as error:
@@ -202,6 +205,11 @@ def _read_all(fd: int, part: memoryview, position: int) -> None:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _preallocate(fd: int, nbytes: int) -> None:
+    """Give a file its blocks, where the filesystem can: not by ``os.posix_fallocate``, which else writes to each."""
+    ctypes.CDLL(None, use_errno=True).fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
 
 
 @contextlib.contextmanager
