@@ -54,7 +54,8 @@ def main() -> int:
             return 8
         document = measure(names, options, given.rounds, place)
     _store(document, Path(given.results), given.label)
-    return 1 if any(name in document["not_measured"] and not CONTENDERS[name].missing() for name in names) else 0
+    failed = [name for name in names if name in document["not_measured"] and not CONTENDERS[name].missing()]
+    return 1 if failed or not document["loads"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,7 +104,11 @@ def measure(names: Sequence[str], options: Options, rounds: int, place: str) -> 
                 not_measured[name] = str(error)
                 _say(f"{CONTENDERS[name].title}: {error}")
     _say("loads")
-    loads = _in_a_process(place, "loading", None, options, str(rounds))
+    try:
+        loads = _in_a_process(place, "loading", None, options, str(rounds))
+    except Failed as error:
+        loads = []
+        _say(f"loads: {error}")
     return {
         "schema_version": 1,
         "facts": facts,

@@ -18,6 +18,8 @@ def draw(document: Document, path: str) -> None:
     from matplotlib import pyplot
 
     names = list(reversed(summary.measured(document)))
+    if not names:
+        return
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 0.5 * len(names) + 1.6), sharey=True)
     for axis, heading in zip(axes, PANELS, strict=True):
         (column,) = (column for column in COLUMNS if column.heading == heading)

@@ -41,7 +41,7 @@ def render(document: Document) -> str:
 def _facts(document: Document) -> list[str]:
     facts, options = document["facts"], document["options"]
     versions = [f"{name} {version}" for name, version in facts["packages"].items() if version is not None]
-    steps = [sample["step"] * 1e3 for sample in document["samples"]]
+    steps = [sample["step"] * 1e3 for sample in document["samples"]] or [0.0]
     return [
         f"measured at {facts['measured_at']}, commit {facts['commit']}",
         f"{facts['cores']} cores ({facts['processor']}), {facts['memory_bytes'] / 1e9:.0f} GB of memory, "
@@ -95,6 +95,8 @@ def _disk(document: Document) -> Iterable[Sequence[str]]:
 
 
 def _loads(document: Document) -> Iterable[Sequence[str]]:
+    if not document["loads"]:
+        yield "not measured: it failed", "", ""
     for way, rates in summary.loads(document).items():
         yield way, _gigabytes(rates[True]), _gigabytes(rates[False])
 

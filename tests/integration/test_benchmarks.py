@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[2]
 TINY = ("--gigabytes", "0.001", "--rounds", "1", "--saves", "1", "--interval", "2", "--batch", "4", "--quiet", "1")
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    environment = {**os.environ, **env}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,19 @@ def test_a_stored_result_is_rendered_again(result: Path, tmp_path: Path) -> None
     done = run("--render", copy)
     assert done.returncode == 0, done.stderr
     assert copy.with_suffix(".md").read_text() == result.with_suffix(".md").read_text()
+
+
+def test_what_fails_is_named_with_the_reason_and_the_rest_is_kept(tmp_path: Path) -> None:
+    arguments = (*TINY, "--only", "ours", "--directory", tmp_path / "place", "--results", tmp_path / "results")
+    done = run(*arguments, CKPT_SERVICE_CHUNK_BYTES="1")
+    assert done.returncode == 1, done.stderr
+    (stored,) = (tmp_path / "results").glob("*.json")
+    found = json.loads(stored.read_text())
+    assert "CKPT_SERVICE_CHUNK_BYTES" in found["not_measured"]["ours"]
+    assert found["samples"] == found["loads"] == []
+    assert len(found["ceiling"]) == 1
+    assert "| ours | not measured: it ended with 1: ValueError: CKPT_SERVICE_CHUNK_BYTES" in done.stdout
+    assert os.listdir(tmp_path / "place") == []
 
 
 @pytest.mark.parametrize(
