@@ -106,7 +106,7 @@ def _gigabytes(rates: Spread) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return "ours is within the noise" if value is None else f"{value:.1f}"
+    return "ours is within the noise" if value is None else f"{round(value, 1) + 0.0:.1f}"
 
 
 def _spread(spread: Spread, form: str) -> str:
