@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -12,11 +13,11 @@ INPUTS := pyproject.toml constraints.txt ckpt_service/_version.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check clean
+.PHONY: help demo test check bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "PYTHON=/path/to/python3 chooses the interpreter, PYTEST_ARGS='-k name' the tests."
+	@echo "PYTHON=/path/to/python3 chooses the interpreter, PYTEST_ARGS='-k name' the tests, ARGS='--gigabytes 0.3' the benchmark."
 
 demo: $(VENV)/.installed ## install what is needed to run, then show the demo
 	@$(BIN)/ckpt-service demo
@@ -29,6 +30,9 @@ check: $(VENV)/.installed-dev ## lint, formatting, types and import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p ckpt_service -p trainer_hooks
 	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-bench ## what saves cost here, ours and those of others (a few minutes)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove the virtual environment, caches and build output
 	rm -rf $(VENV) build dist
@@ -56,4 +60,8 @@ $(VENV)/.installed: $(INPUTS) | $(VENV)/.created
 
 $(VENV)/.installed-dev: $(INPUTS) | $(VENV)/.created
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-bench: $(INPUTS) | $(VENV)/.created
+	$(PIP) install -c constraints.txt -e '.[bench]'
 	@touch $(VENV)/.installed $@

@@ -206,6 +206,11 @@ def probe_files(token: str) -> tuple[str, str]:
     return f".ckpt-doctor-{token}.made", f".ckpt-doctor-{token}.renamed"
 
 
+def bench_directory(token: str) -> str:
+    """Return the name of the directory that holds the scratch files of one ``ckpt-service bench``."""
+    return f".ckpt-bench-{token}"
+
+
 def launch_directory(launch: str) -> str:
     """Return the name of the directory where the ranks of a launch meet: a hash, since launch ids are free text."""
     return hashlib.sha256(launch.encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ckpt_service.cli import doctor, drain, latest, logs, ls, pin, prune, run, show, status, stop, verify, wait
+from ckpt_service.cli import bench, doctor, drain, latest, logs, ls, pin, prune, run, show, status, stop, verify, wait
 from ckpt_service.cli.common import Exit, complain
 from ckpt_service.errors import CkptError, from_os_error
 
@@ -36,6 +36,7 @@ app.command("logs")(logs.logs)
 app.command("drain")(drain.drain)
 app.command("stop")(stop.stop)
 app.command("doctor")(doctor.doctor)
+app.command("bench")(bench.bench)
 
 
 def _version_line() -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import sys
 import time
 from datetime import datetime, timezone
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -110,6 +112,16 @@ def deadline_after(timeout: float | None) -> float | None:
 def time_left(deadline: float | None, at_most: float) -> float:
     """Return the seconds until a deadline, between 0 and ``at_most``."""
     return at_most if deadline is None else min(at_most, max(0.0, deadline - time.monotonic()))
+
+
+def end_on_signals() -> None:
+    """Have SIGTERM and SIGHUP end this process as Ctrl-C does, so that what is under way cleans up after itself."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def complain(message: str) -> None:

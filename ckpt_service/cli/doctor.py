@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from datetime import datetime, timezone
-from typing import NoReturn
 
 import typer
 
-from ckpt_service.cli.common import Exit, Json, Postfix, Root, checked_postfix, print_json
+from ckpt_service.cli.common import Exit, Json, Postfix, Root, checked_postfix, end_on_signals, print_json
 from ckpt_service.config import load_config
 from ckpt_service.doctor import machine, place
 from ckpt_service.doctor.findings import Finding, Verdict, only_space_lacks, worst
@@ -20,8 +18,7 @@ from ckpt_service.records import SCHEMA_VERSION
 
 def doctor(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> None:
     """Check the machine, the disk and the run directory; ROOT need not exist yet. A live run is not disturbed."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+    end_on_signals()
     root, postfix = os.path.abspath(root), checked_postfix(postfix)
     config = load_config(os.environ)
     facts = gather(root, postfix, os.environ, datetime.now(timezone.utc), wants_direct=config.direct_io)
@@ -34,11 +31,6 @@ def doctor(root: Root = ".", postfix: Postfix = None, as_json: Json = False) -> 
         for finding in findings:
             _print(finding)
     sys.exit(_exit_code(findings))
-
-
-def _end(number: int, _: object) -> NoReturn:
-    """End on a signal as on Ctrl-C, so that what is under way cleans up after itself."""
-    sys.exit(128 + number)
 
 
 def _exit_code(findings: list[Finding]) -> Exit:
