@@ -8,6 +8,7 @@ Errors come out as ``OSError``; the callers know what was meant and say so.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+_libc = ctypes.CDLL(None, use_errno=True)
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
@@ -25,6 +27,10 @@ class NewFile(Protocol):
     @property
     def direct(self) -> bool:
         """Whether writes still go past the page cache."""
+        ...
+
+    def allocate(self, nbytes: int) -> None:
+        """Have room on the disk for so many bytes, where the filesystem can say so beforehand."""
         ...
 
     def write_at(self, data: memoryview, offset: int) -> None:
@@ -114,6 +120,16 @@ class LocalFile:
     def direct(self) -> bool:
         """Whether writes still go past the page cache."""
         return self.direct_fd is not None and not self._fell_back
+
+    def allocate(self, nbytes: int) -> None:
+        """fallocate(2): a full disk is known before anything is written, and writes need not extend the file.
+
+        Not ``os.posix_fallocate``: where the filesystem cannot, that writes zeros instead.
+        """
+        if _libc.fallocate(self.fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+            number = ctypes.get_errno()
+            if number not in (*_NOT_DIRECT, errno.EINTR):
+                raise OSError(number, os.strerror(number))
 
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``, directly if possible, else buffered from here on."""

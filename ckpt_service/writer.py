@@ -207,6 +207,7 @@ def commit(
         # A name that nobody looks for, in the final directory: a crash leaves litter, never half a checkpoint.
         file = directory.create(partial, mode=mode, direct=options.direct)
         try:
+            file.allocate(snapshot.layout.nbytes)
             write_image(snapshot, file, options, watcher)
             # Content before name: after a power cut the final name must not point at blocks never written.
             watcher.syncing()

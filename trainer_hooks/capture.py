@@ -5,6 +5,7 @@ When :func:`capture` returns, the snapshot shares nothing with the live state: t
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import sys
 from collections.abc import Mapping
@@ -81,16 +82,16 @@ def stage(blueprint: Blueprint, slot: Slot, later: frozenset[int] = frozenset())
         slot.structure = None  # what stands around the storages of another layout is about to be overwritten
     if slot.places is None or slot.places[0] is not layout:
         slot.places = (layout, _places(layout, len(blueprint.plan.spans), slot))
-    sources, targets, left = [], [], []
-    for span, place in zip(spans, slot.places[1], strict=True):
-        if span.storage._cdata in later:
-            left.append((span, place.data_ptr()))
-        else:
-            sources.append(_bytes_of(span))
-            targets.append(place)
-    if sources:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+    left = []
+    with torch.no_grad():
+        for span, place in zip(spans, slot.places[1], strict=True):
+            if span.storage._cdata in later:
+                left.append((span, place.data_ptr()))
+            elif span.storage.device.type == "cpu":
+                # Not torch's copy: its threads spin while they wait, and take the cores from the training.
+                ctypes.memmove(place.data_ptr(), span.address, span.nbytes)
+            else:
+                place.copy_(_bytes_of(span))
     return left
 
 

@@ -44,6 +44,11 @@ class StorageSpan:
     start: int
     nbytes: int
 
+    @property
+    def address(self) -> int:
+        """Where its bytes lie in the memory of this process; for storages on the CPU."""
+        return self.storage.data_ptr() + self.start
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -178,7 +178,7 @@ class BackgroundCopy:
         """Take samples now. ``spans`` come with the address that each goes to."""
         self._spans = [(span, address) for span, address in spans if span.nbytes]
         self._later = later
-        self._samples = [list(_samples(_address(span), span.nbytes)) for span, _ in self._spans]
+        self._samples = [list(_samples(span.address, span.nbytes)) for span, _ in self._spans]
 
     def run(self) -> None:
         """Copy; the interpreter is free meanwhile.
@@ -187,7 +187,7 @@ class BackgroundCopy:
             SnapshotDisturbed: something was changed before its copy was done.
         """
         for span, address in self._spans:
-            ctypes.memmove(address, _address(span), span.nbytes)
+            ctypes.memmove(address, span.address, span.nbytes)
         copied = [list(_samples(address, span.nbytes)) for span, address in self._spans]
         if copied != self._samples or self._later.changed():
             raise SnapshotDisturbed(
@@ -195,10 +195,6 @@ class BackgroundCopy:
                 op="capture",
                 hint='call ticket.wait_staged() before you change them, or use staging="blocking"',
             )
-
-
-def _address(span: StorageSpan) -> int:
-    return span.storage.data_ptr() + span.start
 
 
 def _samples(address: int, nbytes: int) -> Iterator[bytes]:

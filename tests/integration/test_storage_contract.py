@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 import subprocess
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.fakes import FakeDirectory
@@ -234,6 +237,28 @@ def test_unaligned_direct_write_goes_on_buffered(local: LocalDirectory, tmp_path
         file.write_at(memoryview(b"ends"), 3)
         file.sync()
     assert (tmp_path / "a").read_bytes() == b"oddends"
+
+
+def test_room_is_allocated_where_the_filesystem_can(local: LocalDirectory, tmp_path: Path) -> None:
+    file = local.create("a", mode=0o644, direct=False)
+    file.allocate(1 << 20)
+    found = os.stat(tmp_path / "a")
+    assert (found.st_size, found.st_blocks * 512 >= 1 << 20) == (1 << 20, True)
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - which one depends on the filesystem
+        file.allocate(1 << 60)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+    file.close()
+
+
+def test_a_filesystem_that_cannot_allocate_is_no_error(local: LocalDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: object) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(storage, "_libc", SimpleNamespace(fallocate=cannot))
+    file = local.create("a", mode=0o644, direct=False)
+    file.allocate(1 << 20)
+    file.close()
 
 
 def test_failed_creation_leaves_no_file(local: LocalDirectory) -> None:

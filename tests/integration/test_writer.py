@@ -228,6 +228,15 @@ def test_disk_full_in_the_middle_of_a_short_write() -> None:
     assert directory.disk() == {}
 
 
+def test_a_disk_without_room_is_known_before_anything_is_written() -> None:
+    directory = FakeDirectory(free=100, room=100)
+    with pytest.raises(SaveFailed, match="bytes needed, 100 free") as caught:
+        put(snapshot(), directory)
+    assert caught.value.code == "ENOSPC"
+    assert directory.did("write") == []
+    assert directory.disk() == {}
+
+
 def test_memory_that_runs_out_is_a_failed_write() -> None:
     def hungry(operation: Operation) -> None:
         if operation.kind == "write":

@@ -63,6 +63,11 @@ class FakeFile:
     direct: bool
     open: bool = True
 
+    def allocate(self, nbytes: int) -> None:
+        """Fail if that is more than the directory's ``room``; nothing else comes of it."""
+        if nbytes > self.directory.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write ``data``, in as many operations as the directory's ``short_bytes`` makes of it."""
         step = self.directory.short_bytes or max(1, len(data))
@@ -100,6 +105,7 @@ class FakeDirectory:
         failures: the operation (counted from 0) that fails, and the errno that it fails with.
         short_bytes: the most that one write takes, 0 for all.
         free: what :meth:`free_bytes` returns.
+        room: how many bytes a file can be allocated.
         inodes: what :meth:`has_inodes` returns.
         before: called before each operation, with the directory as it is at that moment.
         operations: everything that was done.
@@ -109,6 +115,7 @@ class FakeDirectory:
     failures: dict[int, int] = field(default_factory=dict)
     short_bytes: int = 0
     free: int = 1 << 40
+    room: int = 1 << 40
     inodes: bool = True
     before: Callable[[Operation], None] = lambda operation: None
     operations: list[Operation] = field(default_factory=list)
