@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 from ckpt_service import retention, scan
@@ -72,11 +73,11 @@ def retain(
             m = history.manifest
             shards = [s for s in scan.scan_all_stages(history.directory.path, m.stage, look) if s.name.kind == m.kind]
             catalog = build(scan.evidence_beside(shards, m.run_id, evidence.slots))
-        done.append(_retain_one(history, catalog, evidence))
+        done.append(_retain_one(history, catalog, evidence, partial(_is_pinned, root, postfix)))
     return done
 
 
-def _retain_one(history: History, catalog: Catalog, evidence: Evidence) -> Retained:
+def _retain_one(history: History, catalog: Catalog, evidence: Evidence, is_pinned: Spared) -> Retained:
     kind, stage, tp_rank = history.key
     policy = RetentionPolicy(history.policy.keep_last, history.policy.keep_every)
     plan = retention.plan(policy, catalog, kind=kind, stage=stage, tp_rank=tp_rank)
@@ -85,16 +86,26 @@ def _retain_one(history: History, catalog: Catalog, evidence: Evidence) -> Retai
     if problem := _uncertainty(evidence.unread, catalog):
         return Retained(history, catalog, plan, 0, (problem,))
     mine = [shard for shard in plan.delete if os.path.dirname(shard.path) == history.directory.path]
-    deleted, errors = delete(mine, history.directory)
+    deleted, errors = delete(mine, history.directory, is_pinned)
     return Retained(history, catalog, plan, len(deleted), tuple(errors))
 
 
-def delete(shards: Iterable[Shard], directory: Directory) -> tuple[list[Shard], list[CkptError]]:
+Spared = Callable[[Shard], bool]
+"""Whether a file that was to be deleted is to stay after all, asked just before."""
+
+
+def _is_pinned(root: str, postfix: str | None, shard: Shard) -> bool:
+    """Return whether a training shard is pinned now: a pass over a slow disk takes long, and somebody may have come."""
+    m = shard.manifest
+    return m is not None and m.kind == "train" and (m.attempt, m.sequence) in scan.load_pins(root, postfix)
+
+
+def delete(shards: Iterable[Shard], directory: Directory, is_spared: Spared) -> tuple[list[Shard], list[CkptError]]:
     """Delete these files of one directory, durably; return those that are gone by this, and what went wrong."""
     deleted, errors = [], []
     for shard in shards:
         try:
-            if _delete_one(shard, directory):
+            if _delete_one(shard, directory, is_spared):
                 deleted.append(shard)
         except OSError as error:
             errors.append(from_os_error(error, op="deleting an old checkpoint", kind=CkptError, path=shard.path))
@@ -106,12 +117,12 @@ def delete(shards: Iterable[Shard], directory: Directory) -> tuple[list[Shard], 
     return deleted, errors
 
 
-def _delete_one(shard: Shard, directory: Directory) -> bool:
+def _delete_one(shard: Shard, directory: Directory, is_spared: Spared) -> bool:
     """Delete what was planned; what a save has put there since, while the disk or this pass was slow, stays."""
     name = os.path.basename(shard.path)
     with directory.keeping(name), directory.locked():  # commits wait for the lock, and must not wait for a large file
         found = scan.inspect(shard.path, shard.name, shard.stage)
-        return found == shard and directory.remove(name)
+        return found == shard and not is_spared(shard) and directory.remove(name)
 
 
 @dataclass(frozen=True)
@@ -142,14 +153,14 @@ def plan_by_hand(root: str, postfix: str | None, policy: RetentionPolicy) -> lis
     ]
 
 
-def carry_out(plan: RetentionPlan) -> HandPass:
+def carry_out(root: str, postfix: str | None, plan: RetentionPlan) -> HandPass:
     """Delete what a plan by hand lets go."""
     deleted: list[Shard] = []
     errors: list[CkptError] = []
     for path, shards in groupby(plan.delete, key=lambda shard: os.path.dirname(shard.path)):
         try:
             with LocalDirectory.open(path) as directory:
-                gone, problems = delete(shards, directory)
+                gone, problems = delete(shards, directory, partial(_is_pinned, root, postfix))
         except OSError as error:
             errors.append(from_os_error(error, op="deleting old checkpoints", kind=CkptError, path=path))
             continue

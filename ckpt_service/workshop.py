@@ -74,6 +74,7 @@ class Workshop:
         self._retainer = Retainer(root, postfix, ledger, around.changed)
         self._commits = started_pool(config.shards_at_once, "ckpt-commit")
         self._turned_away: set[int] = set()
+        self._asked: dict[int, Settle] = {}
         self._progress_at = 0.0
         self._leaving = False
 
@@ -149,12 +150,17 @@ class Workshop:
         return next((key for key in mine if self._snapshot_id(key) == name), None)
 
     async def settle(self, client: int, settle: Settle) -> None:
-        """Tell the client how much older attempts of its shard have to write yet, until that is nothing."""
-        while True:
+        """Tell the client how much older attempts of its shard have to write yet, until that is nothing.
+
+        Or until it asks anew: it has given up waiting for this answer.
+        """
+        self._asked[client] = settle
+        while self._asked.get(client) is settle:
             older = self._book.left_by_older(settle.stage, settle.tp_rank, settle.attempt)
             done = sum(self._held[job.key].bytes_done for job in older)
             is_there = self._around.tell(client, messages.Settled(pending=len(older), bytes_done=done))
             if not older or not is_there:
+                del self._asked[client]
                 return
             if settle.cancel:
                 for job in older:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ckpt_service.errors import CkptError, SaveFailed, SnapshotSkipped
 from ckpt_service.records import OnFull
-from trainer_hooks.client import ServiceClient
+from trainer_hooks.client import Save, ServiceClient
 from trainer_hooks.group import Group
 from trainer_hooks.slots import SlotPool
 
@@ -26,7 +26,7 @@ class _Ballot(BaseModel):
 
     room: bool
     stalled: bool
-    waiting: list[int]
+    waiting: list[Save]
 
 
 class Admission:
@@ -75,7 +75,7 @@ class Admission:
                     step=step,
                     hint="look at the status file and the daemon's log",
                 )
-            if not any(self._drop(sequence) for sequence in _common([ballot.waiting for ballot in ballots])):
+            if not any(self._drop(save) for save in _common([ballot.waiting for ballot in ballots])):
                 time.sleep(_PAUSE_SECONDS)  # until a write ends somewhere; the next round asks again
 
     def _vote(self, began: float) -> list[_Ballot]:
@@ -89,19 +89,19 @@ class Admission:
         except CkptError as error:
             raise SaveFailed(f"the ranks could not vote on this save: {error}", op="save") from error
 
-    def _drop(self, sequence: int) -> bool:
+    def _drop(self, save: Save) -> bool:
         """Drop a set if every rank could park its part of it."""
         assert self._client is not None
-        parked = self._client.park(sequence)
+        parked = self._client.park(save)
         drop = False
         try:
             drop = b"0" not in self._gather(b"1" if parked else b"0")
         finally:
             if parked:  # also when a rank has died meanwhile: what is parked would never be written
-                self._client.unpark(sequence, drop=drop)
+                self._client.unpark(save, drop=drop)
         return drop
 
 
-def _common(waiting: Sequence[Sequence[int]]) -> list[int]:
+def _common(waiting: Sequence[Sequence[Save]]) -> list[Save]:
     """Return the sets that wait on every rank, oldest first: the same on all, so all try them in the same order."""
     return sorted(set(waiting[0]).intersection(*waiting[1:]))

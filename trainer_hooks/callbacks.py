@@ -56,7 +56,7 @@ class Announcer:
             began = time.monotonic()
             try:
                 self._function(ticket)
-            except Exception as error:
+            except BaseException as error:
                 log.exception("on_committed, step %d", ticket.step)
                 self._failures.append(f"on_committed, step {ticket.step}: {type(error).__name__}: {error}")
             log.debug("on_committed, step %d: %.3f s", ticket.step, time.monotonic() - began)

@@ -45,6 +45,7 @@ from ckpt_service.messages import (
     Settle,
     Settled,
     Unpark,
+    Welcome,
 )
 from ckpt_service.records import ShardManifest
 from ckpt_service.storage import LocalDirectory
@@ -72,6 +73,9 @@ class Pending:
     final: bool
     done: Callable[[bool], None]
 
+
+Save = tuple[int, str]
+"""The (sequence, kind) of a save: the same on all ranks, and each kind counts by itself."""
 
 _Outgoing = Hello | Pending | Settle | Park | Unpark | Lost | Blocked | Goodbye
 
@@ -109,9 +113,10 @@ class ServiceClient:
     def begin(self, hello: Hello) -> None:
         """Go on under another attempt; nothing may be pending."""
         assert not self._pending, "what is pending belongs to the attempt before"
-        if hello != self._hello:
-            self._hello = hello
-            self._post(hello)
+        with self._changed:
+            changed, self._hello = hello != self._hello, hello
+            if changed:
+                self._post(hello)
 
     def submit(self, pending: Pending) -> None:
         """Hand a snapshot over; returns at once."""
@@ -196,14 +201,14 @@ class ServiceClient:
                 self._changed.wait(0.1)
         return False
 
-    def replaceable(self) -> list[int]:
-        """Return the sequences of the pending snapshots that may give way to a newer one."""
+    def replaceable(self) -> list[Save]:
+        """Return the pending snapshots that may give way to a newer one."""
         with self._changed:
-            return [p.offer.manifest.sequence for p in self._pending.values() if not p.final]
+            return [_save_of(pending) for pending in self._pending.values() if not pending.final]
 
-    def park(self, sequence: int) -> bool:
+    def park(self, save: Save) -> bool:
         """Keep the daemon from beginning to write a snapshot; False if it has begun or does not answer in time."""
-        name = self._name_of(sequence)
+        name = self._name_of(save)
         if name is None:
             return False
         with self._changed:
@@ -218,15 +223,15 @@ class ServiceClient:
                 self._changed.wait(0.05)
             return self._parked.ok
 
-    def unpark(self, sequence: int, *, drop: bool) -> None:
+    def unpark(self, save: Save, *, drop: bool) -> None:
         """Drop a parked snapshot, or let it be written after all."""
-        name = self._name_of(sequence)
+        name = self._name_of(save)
         if name is not None:
             self._post(Unpark(snapshot_id=name, drop=drop))
 
-    def _name_of(self, sequence: int) -> str | None:
+    def _name_of(self, save: Save) -> str | None:
         with self._changed:
-            return next((n for n, p in self._pending.items() if p.offer.manifest.sequence == sequence), None)
+            return next((name for name, pending in self._pending.items() if _save_of(pending) == save), None)
 
     def close(self) -> None:
         """Say goodbye and end the thread; what is still pending fails."""
@@ -324,24 +329,31 @@ class ServiceClient:
                 self._changed.wait_for(lambda: self._closing, self._pause_seconds)
             first, longest = _RECONNECT_PAUSES_SECONDS
             self._pause_seconds = min(max(first, 2 * self._pause_seconds), longest)
+            greeted = self._hello
             try:
-                self._channel = connect(self._service, self._hello, self._config)
+                self._channel = connect(self._service, greeted, self._config)
             except Exception as error:  # noqa: BLE001 - as above
                 log.warning("no daemon: %s", error)
                 continue
-            self._begin_again()
+            self._begin_again(greeted)
             return True
         return False
 
-    def _begin_again(self) -> None:
-        """Have a new daemon told what the one before knew, or was to be told: all that is pending, and the failures."""
+    def _begin_again(self, greeted: Hello) -> None:
+        """Have a new daemon told what the one before knew, or was to be told: all that is pending, and the failures.
+
+        ``greeted`` is what it was greeted with; another attempt may have begun meanwhile.
+        """
+        if self._peers is not None:
+            self._peers.forget()
         with self._changed:
+            hello = [self._hello] if self._hello != greeted else []
             self._reached_before = dict(self._reached)
             told = [message for message in self._outbox if isinstance(message, Lost | Blocked)]
             asked = [self._asked] if self._asked is not None else []
             waiting = [message for message in self._outbox if isinstance(message, Goodbye)]
             self._outbox.clear()
-            self._outbox.extend([*told, *self._pending.values(), *asked, *waiting])
+            self._outbox.extend([*hello, *told, *self._pending.values(), *asked, *waiting])
 
     def _disconnect(self) -> None:
         channel, self._channel = self._channel, None
@@ -384,8 +396,8 @@ class ServiceClient:
                 reached = 0
             case Progress(snapshot_id=name, bytes_done=reached):
                 pass
-            case Refused():
-                return False
+            case Refused() | Parked() | Settled() | Welcome():
+                return False  # answers to questions: whoever asks again and again must not take that for movement
             case _:
                 return True
         if name in self._pending:
@@ -438,6 +450,10 @@ class ServiceClient:
         self._disconnect()
         self._pending.clear()
         self._closing = True
+
+
+def _save_of(pending: Pending) -> Save:
+    return pending.offer.manifest.sequence, pending.offer.manifest.kind
 
 
 def _as_error(message: Failed, pending: Pending | None) -> SaveFailed:

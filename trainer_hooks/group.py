@@ -228,7 +228,11 @@ class LaunchGroup:
         """Write one file and read everybody's."""
         self._round += 1
         write_small(self._file(self._topology.rank), value, durable=False)
-        return [self._await(rank) for rank in range(self._topology.world_size)]
+        answers = [self._await(rank) for rank in range(self._topology.world_size)]
+        # Who has answered this round has read all of the one before, so nobody needs what came before that.
+        with contextlib.suppress(OSError):
+            os.unlink(self._file(self._topology.rank, rounds_ago=2))
+        return answers
 
     def send(self, data: memoryview, ranks: list[int]) -> None:
         """Never called: all ranks see one directory."""
@@ -307,8 +311,8 @@ class LaunchGroup:
     def _left(self, rank: int) -> str:
         return self._path(f"{self._nonce}.left.{rank}")
 
-    def _file(self, rank: int) -> str:
-        return self._path(f"{self._nonce}.{self._round}.{rank}")
+    def _file(self, rank: int, *, rounds_ago: int = 0) -> str:
+        return self._path(f"{self._nonce}.{self._round - rounds_ago}.{rank}")
 
     def _await(self, rank: int) -> bytes:
         """Wait for a rank's file: as long as it lives, if that can be seen, else for a bounded time."""

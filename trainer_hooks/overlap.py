@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_service.errors import SnapshotDisturbed
@@ -83,9 +84,17 @@ class StepGate:
         if isinstance(thing, torch.nn.Module):
             self._modules[name] = thing  # no hook: it would travel in pickles and deep copies of the user's module
         if isinstance(thing, torch.optim.Optimizer):
-            before, after = self._before_step, self._after_step
-            handles = (thing.register_step_pre_hook(before), thing.register_step_post_hook(after))
-            self._watched[name] = _Watched(thing, handles)
+            self._watched[name] = self._hooked(thing)
+
+    def _hooked(self, optimizer: torch.optim.Optimizer) -> _Watched:
+        try:
+            before = optimizer.register_step_pre_hook(self._before_step)
+            # In front of the user's own: one of those may change parameters, and has to wait as the step does.
+            hooks: Any = optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(before.id, last=False)
+            return _Watched(optimizer, (before, optimizer.register_step_post_hook(self._after_step)))
+        except AttributeError:  # a wrapper that is an optimizer by name only: its steps cannot be seen
+            return _Watched(optimizer, (), blind=True)
 
     def later(self) -> Later | None:
         """Return what may be copied after this save has returned; None if all has to be copied now."""
@@ -94,11 +103,20 @@ class StepGate:
         ready = self._trusted and bool(watched) and all(each.fired and not each.blind for each in watched)
         for each in watched:
             each.fired = False
-        if not ready:
+        # Hooks for all optimizers of the process run before ours, and may change what is still being copied.
+        if not ready or _global_optimizer_pre_hooks:
             return None
-        kept = [tensor for each in watched for tensor in _held_by(each.optimizer)]
+        try:
+            return self._held_by_optimizers()
+        except Exception as error:  # noqa: BLE001 - an optimizer of an odd build is no reason not to save
+            log.info("all is copied at once: %s: %s", type(error).__name__, error)
+            return None
+
+    def _held_by_optimizers(self) -> Later:
+        optimizers = [each.optimizer for each in self._watched.values()]
+        kept = [tensor for optimizer in optimizers for tensor in _held_by(optimizer)]
         now = {_handle(buffer) for module in self._modules.values() for buffer in module.buffers()}
-        now |= {_handle(value) for each in watched for value in _small_values(each.optimizer)}
+        now |= {_handle(value) for optimizer in optimizers for value in _small_values(optimizer)}
         later = [tensor for tensor in kept if _handle(tensor) not in now]
         return Later(frozenset(map(_handle, later)), tuple((tensor, tensor._version) for tensor in later))
 
@@ -149,7 +167,8 @@ def _held_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of an optimizer and their moments, where they are plain memory of this host."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
+            state = optimizer.state.get(parameter)
+            state = state if isinstance(state, Mapping) else {}
             moments = (value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim > 0)
             for tensor in (parameter, *moments):
                 local = local_part(tensor) if is_dtensor(tensor) else tensor

@@ -37,6 +37,10 @@ class PeerNews:
         with suppress(RuntimeError, OSError):  # it is gone with its rank; the others hold back, up to their bound
             self._exchange.put(_key(place.stage, place.tp_rank), json.dumps(holds).encode())
 
+    def forget(self) -> None:
+        """Have everything told again: the next daemon may not know it, and the last one may not have heard it."""
+        self._heard.clear()
+
     def news(self) -> list[Peers]:
         """Return what the other ranks hold and has changed since the last call, in messages of bounded size."""
         before = dict(self._heard)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 
 from ckpt_service import naming, writer
 from ckpt_service.catalog import State, build
-from ckpt_service.errors import SaveFailed, StateMismatch
+from ckpt_service.errors import CkptError, SaveFailed, StateMismatch
 from ckpt_service.records import Origin
 from ckpt_service.storage import LocalDirectory
 from trainer_hooks import replicas, resume
@@ -38,7 +39,10 @@ class Restorer:
         run = self._run
         run.open()
         run.agree(self._settled, b"", kind=SaveFailed)
-        found = build(resume.evidence(run))
+        evidence = resume.evidence(run)
+        if step is None:
+            _require_read(evidence.unread)
+        found = build(evidence)
         choice = candidates(found, run.topology, step, epoch)
         taken = resume.load_agreed(run, choice, self._allowed, explicit=step is not None)
         if taken is None:
@@ -100,6 +104,16 @@ class Restorer:
             f"step {point.step} holds no random numbers of data-parallel rank {place.dp_rank}: it starts "
             "from a seed derived from the run and the rank",
             stacklevel=4,
+        )
+
+
+def _require_read(unread: Sequence[str]) -> None:
+    for path in unread:
+        raise CkptError(
+            f"{path} cannot be read: it may say that the run was rolled back",
+            op="resume",
+            path=path,
+            hint="restore it, delete it if it is lost for good, or name the step to resume from",
         )
 
 

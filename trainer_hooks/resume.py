@@ -62,6 +62,7 @@ class _Listing:
     shards: list[Shard]
     attempts: list[Attempt]
     pins: list[tuple[int, int]]
+    unread: list[str]
 
 
 _listings = TypeAdapter(_Listing)
@@ -77,7 +78,7 @@ def evidence(run: Run) -> Evidence:
     shards += [shard for shard in listings[0].shards if (shard.stage, shard.tp_rank) not in covered]
     attempts = listings[0].attempts
     slots = attempts[-1].slots if attempts else run.slots
-    return Evidence(shards, attempts, frozenset(listings[0].pins), slots=slots)
+    return Evidence(shards, attempts, frozenset(listings[0].pins), slots=slots, unread=tuple(listings[0].unread))
 
 
 def _listed(run: Run) -> bytes:
@@ -85,12 +86,12 @@ def _listed(run: Run) -> bytes:
     ranks = [(place.stage, place.tp_rank)] if place.is_writer else []
     if place.rank == 0:
         shards = scan.scan_run(run.root, run.postfix)
-        attempts = scan.load_attempts(run.root, run.postfix)
+        attempts, unread = scan.read_attempts(run.root, run.postfix)
         pins = sorted(scan.load_pins(run.root, run.postfix))
-        return _listings.dump_json(_Listing(ranks, shards, attempts, pins))
+        return _listings.dump_json(_Listing(ranks, shards, attempts, pins, unread))
     found = scan.scan_stage(run.root, run.postfix, place.stage) if place.is_writer else ()
     own = [shard for shard in found if shard.tp_rank == place.tp_rank]
-    return _listings.dump_json(_Listing(ranks, own, [], []))
+    return _listings.dump_json(_Listing(ranks, own, [], [], []))
 
 
 def load_agreed(

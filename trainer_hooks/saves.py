@@ -84,7 +84,7 @@ class Saves:
         ticket = self._saver.ticket(step, epoch)
         if not self._has_begun(ticket):
             return ticket
-        self._warn_of_strangers()
+        told = self._strangers()
         manifest = self._manifest(target.kind, counts, step, epoch)
         if not self._run.topology.is_writer:
             if isinstance(state, OnDemand):
@@ -92,17 +92,16 @@ class Saves:
             self._contribute(manifest, tracked=state is None)
             ticket.resolve(None)
             return ticket
-        failures = self._saver.new_failures()
-        # Before anything that may fail on this rank alone (also a warning that is made an error): it may vote.
-        admitted = self._saver.admit(manifest, ticket, final=final)
-        for failure in failures:
-            warnings.warn(f"an earlier save failed: {failure}", stacklevel=3)
-        if admitted:
+        told += [f"an earlier save failed: {failure}" for failure in self._saver.new_failures()]
+        # Before anything that may fail on this rank alone: it may vote.
+        if self._saver.admit(manifest, ticket, final=final):
             try:
                 self._plan_and_save(target, manifest, ticket, state, final=final)
             except MemoryError as error:
                 self._saver.lose(manifest, ticket, error)
         self.last = ticket
+        for message in told:  # last of all: where warnings are errors, the save is on its way all the same
+            warnings.warn(message, stacklevel=3)
         return ticket
 
     def _has_begun(self, ticket: SaveTicket) -> bool:
@@ -177,23 +176,23 @@ class Saves:
         except (RuntimeError, OSError) as error:
             warnings.warn(f"step {manifest.step}: this replica's random numbers are not saved: {error}", stacklevel=4)
 
-    def _warn_of_strangers(self) -> None:
-        """Tell a user who starts afresh in a used directory what lies there; resume() would have continued it."""
+    def _strangers(self) -> list[str]:
+        """Return what to tell a user who starts afresh in a used directory; resume() would have continued it."""
         if self.has_resumed or self._run.topology.rank > 0:
-            return
+            return []
         self.has_resumed = True  # told once
         try:
             there = scan.load_catalog(self._run.root, self._run.postfix).of_kind("train")
         except OSError as error:
             log.warning("what lies in %s could not be listed: %s", self._run.root, error)
-            return
-        if there:
-            newest = there[0].id
-            warnings.warn(
-                f"{self._run.root} holds {len(there)} checkpoints of earlier runs (the newest: step {newest.step} "
-                f"epoch {newest.epoch}) and resume() was not called: they stay, and this run has a history of its own",
-                stacklevel=4,
-            )
+            return []
+        if not there:
+            return []
+        newest = there[0].id
+        return [
+            f"{self._run.root} holds {len(there)} checkpoints of earlier runs (the newest: step {newest.step} "
+            f"epoch {newest.epoch}) and resume() was not called: they stay, and this run has a history of its own"
+        ]
 
 
 def _require_count(name: str, value: object) -> None:

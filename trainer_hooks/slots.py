@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -28,7 +29,7 @@ from ckpt_service.memory import Room
 _ROUND_BYTES = 2 << 20
 _TOUCH_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23  # madvise(2); not in Python's mmap module, whose madvise holds the interpreter besides
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,12 @@ class Slot:
         address = torch.frombuffer(self.mapping, dtype=torch.uint8).data_ptr()
         for start in range(0, self.nbytes, _TOUCH_BYTES):
             length = min(_TOUCH_BYTES, self.nbytes - start)
-            if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-                ctypes.memset(address + start, 0, length)  # before Linux 5.14
+            if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0:
+                continue
+            number = ctypes.get_errno()
+            if number != errno.EINVAL:  # there is no memory: touching it by hand would end this process
+                raise OSError(number, os.strerror(number))
+            ctypes.memset(address + start, 0, length)  # before Linux 5.14
 
     def close(self) -> None:
         """Give the memory back."""
@@ -105,15 +110,16 @@ class SlotPool:
             try:
                 slot = Slot.create(nbytes)
                 slot.touch()
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 log.warning("a slot could not be made ready: %s", error)
-            with self._changed:
-                self._preparing -= 1
-                if slot is not None:
-                    self._free.append(slot)
-                self._changed.notify_all()
-                if slot is None or self._closed:
-                    break
+            finally:  # a save may wait for this one
+                with self._changed:
+                    self._preparing -= 1
+                    if slot is not None:
+                        self._free.append(slot)
+                    self._changed.notify_all()
+            if slot is None or self._closed:
+                break
         if self._closed:
             self.close()
 

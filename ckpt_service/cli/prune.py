@@ -48,7 +48,7 @@ def prune(
     root, postfix = absolute_root(root), checked_postfix(postfix)
     _require_no_start(root, postfix)
     plans = plan_by_hand(root, postfix, policy)
-    done = [HandPass(plan, plan.delete) if dry_run else carry_out(plan) for plan in plans]
+    done = [HandPass(plan, plan.delete) if dry_run else carry_out(root, postfix, plan) for plan in plans]
     if as_json:
         files = [_row(decision) for plan in plans for decision in plan.decisions]
         freed = sum(shard.bytes for made in done for shard in made.deleted)

@@ -12,7 +12,12 @@ from support.processes import OBEY, RunDirectory
 TRAINER = """
 import json
 checkpointer = Checkpointer(
-    root, keep_last=2, async_ckpt=os.environ["ASYNC"] == "1", service=os.environ.get("SERVICE", "auto")
+    root,
+    keep_last=2,
+    async_ckpt=os.environ["ASYNC"] == "1",
+    service=os.environ.get("SERVICE", "auto"),
+    slots=int(os.environ.get("SLOTS", "2")),
+    on_full=os.environ.get("ON_FULL", "block"),
 )
 
 def drain():

@@ -414,3 +414,40 @@ def test_a_start_that_hangs_ends_with_whoever_waited_for_it(run: RunDirectory, t
         assert poll.poll(30_000)
     finally:
         os.close(child)
+
+
+@pytest.mark.parametrize("policy", ["block", "replace"])
+def test_no_policy_waits_for_a_disk_that_hangs_beyond_its_bound(
+    run: RunDirectory, faults: Faults, saver: Callable[..., Saver], policy: str
+) -> None:
+    """The daemon answers each question of "replace"; that it answers is no progress."""
+    start_daemon(run, faults)
+    trainer = saver(**IMPATIENT, SLOTS="1", ON_FULL=policy)
+    faults.set(Fault(*PLACES["fsync"], hangs=True))
+    assert trainer.save(1, wait=0).kind == "TimeoutError"
+    faults.wait_met()
+    began = time.monotonic()
+    assert trainer.save(2).kind == "SaveFailed"
+    assert time.monotonic() - began < A_LITTLE
+    faults.clear()
+
+
+def test_a_save_is_given_up_although_an_older_attempt_hangs_on(
+    run: RunDirectory, faults: Faults, saver: Callable[..., Saver]
+) -> None:
+    """After a resume that did not wait for it, the daemon goes on telling of it; that is no progress either."""
+    start_daemon(run, faults)
+    first = saver(**IMPATIENT)
+    faults.set(Fault(*PLACES["fsync"], hangs=True))
+    assert first.save(1, wait=0).kind == "TimeoutError"
+    faults.wait_met()
+    first.trainer.kill()
+    second = saver(**IMPATIENT, CKPT_SERVICE_RESUME_WAIT_SECONDS="0.5")
+    second.trainer.hears("checkpointer.resume(); say('resumed')")
+    second.trainer.says("resumed")
+    for step in (11, 12):
+        second.save(step, wait=0)
+    began = time.monotonic()
+    assert second.save(13).kind == "SaveFailed"
+    assert time.monotonic() - began < A_LITTLE
+    faults.clear()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_service.errors import SaveFailed, SnapshotDisturbed
 from trainer_hooks.layout import plan
@@ -151,6 +152,65 @@ def test_what_goes_wrong_after_the_first_step_does_not_end_it() -> None:
     _, optimizer, step = training()
     made.watch("optimizer", optimizer)
     step()
+
+
+def test_hooks_of_the_user_wait_as_the_step_does() -> None:
+    """One that was there first, too: it may clamp what is still being copied."""
+    _, optimizer, step = training()
+    seen: list[bool] = []
+    ticket = SaveTicket(1, 0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(ticket.staged.done()))
+    made = gate()
+    made.watch("optimizer", optimizer)
+    step()
+    made.hold(ticket)
+    timer = threading.Timer(0.1, ticket.staged.set_result, [None])
+    seen.clear()
+    timer.start()
+    step()
+    assert seen == [True]
+
+
+def test_hooks_for_all_optimizers_of_the_process_end_it() -> None:
+    made, _, _, step = watching()
+    step()
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        assert made.later() is None, "they run before ours"
+    finally:
+        handle.remove()
+    step()
+    assert made.later() is not None
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper as libraries publish them: an optimizer by name, made without what torch's constructor makes."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_a_wrapper_whose_steps_cannot_be_seen_is_copied_at_once() -> None:
+    _, optimizer, step = training()
+    made = gate()
+    made.watch("inner", optimizer)
+    made.watch("wrapper", Lookahead(optimizer))
+    step()
+    assert made.later() is None
+
+
+@pytest.mark.parametrize("odd", [torch.ones(3), [torch.ones(3)], None])
+def test_an_odd_state_is_no_reason_not_to_save(odd: object) -> None:
+    made, _, optimizer, step = watching()
+    step()
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = odd
+    later = made.later()
+    assert later is None or later.handles
 
 
 # --- the copy ---------------------------------------------------------------------------------------------------------

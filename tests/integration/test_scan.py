@@ -20,7 +20,8 @@ from ckpt_service import image, naming, scan
 from ckpt_service.catalog import Shard, State
 from ckpt_service.errors import DamagedCheckpoint
 from ckpt_service.messages import Retention
-from ckpt_service.prune import History, Pruner, Retained, delete, retain
+from ckpt_service.prune import History, Pruner, Retained, carry_out, delete, plan_by_hand, retain
+from ckpt_service.retention import RetentionPolicy
 from ckpt_service.storage import LocalDirectory
 from ckpt_service.verify import verify_shard
 
@@ -414,6 +415,18 @@ def test_a_record_of_an_attempt_that_cannot_be_read_stops_retention(tmp_path: Pa
     assert prune(tmp_path, step=3, sequence=3).deleted == 1
 
 
+def test_a_pin_that_comes_while_a_pass_is_under_way_is_heeded(tmp_path: Path) -> None:
+    write_attempt(tmp_path, 1)
+    for sequence in (1, 2, 3, 4):
+        write_shard(tmp_path / "checkpoint_0", step=sequence, sequence=sequence)
+    pins = tmp_path / ".ckpt_service" / "pins"
+    (plan,) = plan_by_hand(str(tmp_path), None, RetentionPolicy(1))
+    pins.mkdir()
+    (pins / naming.pin_file(1, 2)).touch()
+    assert [shard.name.step for shard in carry_out(str(tmp_path), None, plan).deleted] == [1, 3]
+    assert steps(tmp_path) == [4, 2]
+
+
 def test_pruner_looks_after_all_its_shards(tmp_path: Path) -> None:
     write_attempt(tmp_path, 1)
     pruner = Pruner(str(tmp_path), None)
@@ -605,9 +618,9 @@ def test_a_name_that_a_newer_shard_has_taken_is_not_deleted(tmp_path: Path) -> N
     (planned,) = scan.scan_directory(str(path.parent), 0)
     write_shard(path.parent, step=1, sequence=1, attempt=2)
     with LocalDirectory.open(str(path.parent)) as directory:
-        assert delete([planned], directory) == ([], [])
+        assert delete([planned], directory, lambda shard: False) == ([], [])
         (newer,) = (shard for shard in scan.scan_directory(directory.path, 0) if shard.path == str(path))
         assert newer.manifest is not None
         assert newer.manifest.attempt == 2
-        assert delete([newer], directory) == ([newer], [])
+        assert delete([newer], directory, lambda shard: False) == ([newer], [])
     assert not path.exists()

@@ -14,7 +14,7 @@ import torch
 from support.processes import RunDirectory, wait_for
 from support.shards import data_offset, flip_bit, write_stage_shard
 
-from ckpt_service.errors import DamagedCheckpoint, LayoutMismatch, NoUsableCheckpoint, StateMismatch
+from ckpt_service.errors import CkptError, DamagedCheckpoint, LayoutMismatch, NoUsableCheckpoint, StateMismatch
 from trainer_hooks import Checkpointer
 
 SLOW = {"CKPT_SERVICE_RATE_LIMIT_BYTES_PER_SECOND": str(16 << 20)}
@@ -298,6 +298,24 @@ def test_a_roll_back_abandons_what_came_after_it_at_once(tmp_path: Path) -> None
             checkpointer.resume(step=9)
         with pytest.raises(ValueError, match="epoch: give the step"):
             checkpointer.resume(epoch=0)
+
+
+def test_a_record_that_cannot_be_read_is_no_reason_to_undo_a_roll_back(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_ckpt=False, keep_last=9) as checkpointer:
+        for step in (400, 500, 600):
+            checkpointer.save(step, state={"value": torch.tensor(float(step))})
+        assert (point := checkpointer.resume(step=500))
+        assert point.step == 500
+    record = tmp_path / ".ckpt_service" / "attempts" / "2.json"
+    record.write_bytes(b"")
+    with Checkpointer(tmp_path, async_ckpt=False) as checkpointer:
+        with pytest.raises(CkptError, match=r"attempts/2\.json cannot be read: it may say that the run"):
+            checkpointer.resume()
+        assert (point := checkpointer.resume(step=500))
+        assert point.step == 500
+    record.unlink()  # lost for good: the user has decided
+    with Checkpointer(tmp_path, async_ckpt=False) as checkpointer:
+        assert (point := checkpointer.resume())
 
 
 def test_an_unasked_fallback_abandons_nothing_before_it_has_saved(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
@@ -43,6 +44,22 @@ def test_what_it_raises_is_kept_and_the_next_call_is_made() -> None:
     assert told == [2]
     assert announcer.new_failures() == ["on_committed, step 1: KeyError: 'bucket'"]
     assert announcer.new_failures() == [], "each is told once"
+
+
+def test_even_sys_exit_in_it_ends_nothing() -> None:
+    told: list[int] = []
+
+    def function(ticket: SaveTicket) -> None:
+        told.append(ticket.step)
+        if ticket.step == 1:
+            sys.exit(3)
+
+    announcer = Announcer(function)
+    for step in (1, 2):
+        resolved(announcer, step, Path("/p"))
+    assert announcer.close(10)
+    assert told == [1, 2]
+    assert announcer.new_failures() == ["on_committed, step 1: SystemExit: 3"]
 
 
 def test_a_function_that_hangs_is_left_behind() -> None:
