@@ -168,7 +168,7 @@ class Server:
             self._client_left(client)
 
     def _client_left(self, client: Client) -> None:
-        if client.trains and not client.left_cleanly:
+        if client.trains and not client.left_cleanly and not self._workshop.is_closed:
             log.warning("the trainer of pid %d left without a goodbye", client.hello.pid if client.hello else 0)
             self._lifetime.trainer_left(time.monotonic(), cleanly=False)
         self._wake.set()
@@ -216,6 +216,7 @@ class Server:
         if client.trains:
             self._lifetime.trainer_came()
             self._ledger.greeted(hello)
+            self._spawn(self._look_again())
         client.connection.send(messages.Welcome(version=__version__, pid=os.getpid(), host=self._paths.host))
         self._publisher.changed()
 
@@ -291,6 +292,16 @@ class Server:
         self._ledger.seen(load_catalog(root, postfix))
         # Trainers tell only what has changed since, and the file is written as a whole.
         self._peers = {(rank.stage, rank.tp_rank): rank for rank in load_peers_file(root, postfix, self._paths.host)}
+
+    async def _look_again(self) -> None:
+        """A trainer has begun, or has resumed: what counts as the newest may be another checkpoint now."""
+        try:
+            self._ledger.seen(
+                await self._on_thread(functools.partial(load_catalog, self._paths.root, self._paths.postfix))
+            )
+        except OSError as error:
+            log.warning("%s cannot be listed: %s", self._paths.root, error)
+        self._publisher.changed()
 
     async def _unless_told_to_leave(self, work: Callable[[], None]) -> None:
         """Do what may block before clients are served; a signal ends the wait."""

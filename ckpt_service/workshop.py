@@ -83,6 +83,11 @@ class Workshop:
         """The jobs with their snapshots, oldest first."""
         return [(job, self._held[key]) for key, job in sorted(self._book.jobs.items())]
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more snapshots are taken: the daemon leaves."""
+        return self._leaving
+
     # --- what clients ask for -----------------------------------------------------------------------------------------
 
     async def offer(self, client: int, offer: Offer, descriptors: list[int], *, finishing: bool) -> None:
@@ -230,7 +235,7 @@ class Workshop:
         if phase is Phase.SUPERSEDED or isinstance(error, SnapshotSuperseded):
             reason = "superseded"
             self._ledger.counts["superseded"] += 1
-        message = str(error.args[0]) if error else _WHY_ENDED[phase]
+        message = str(error.args[0]) if error else f"step {held.offer.manifest.step}: {_WHY_ENDED[phase]}"
         code, hint = (error.code, error.hint) if error else (None, None)
         self._tell(
             client, messages.Failed(snapshot_id=snapshot_id, reason=reason, message=message, code=code, hint=hint)

@@ -49,7 +49,8 @@ class Checkpointer:
         postfix: tells several runs in one root apart; part of the directory names.
         async_ckpt: hand snapshots to the daemon. False writes the same bytes at the same names before ``save`` returns.
         keep_last: how many complete checkpoints to keep, at least 1.
-        retention: the whole policy, instead of ``keep_last``.
+        retention: the whole policy, instead of ``keep_last``. ``RetentionPolicy(keep_last=2, keep_every=1000)`` also
+            keeps every checkpoint whose step is divisible by 1000.
         slots: how many snapshots may be on their way at once; each takes the size of the state in shared memory.
         on_full: what ``save`` does when all slots are taken. "block" waits for the disk; "skip" drops the new snapshot;
             "replace" drops the oldest one whose write has not begun. Both drop it on all ranks or on none, for which
@@ -91,6 +92,8 @@ class Checkpointer:
             raise ValueError(f"slots={slots!r}: it must be a whole number of at least 1")
         _instance("topology", topology, Topology)
         _instance("retention", retention, RetentionPolicy)
+        if service == "":
+            raise ValueError('service="": it must be "auto" or the path of a socket')
         if not isinstance(async_ckpt, bool):
             raise ValueError(f"async_ckpt={async_ckpt!r}: it must be True or False")
         if on_committed is not None and not callable(on_committed):

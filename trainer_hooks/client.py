@@ -114,9 +114,8 @@ class ServiceClient:
         """Go on under another attempt; nothing may be pending."""
         assert not self._pending, "what is pending belongs to the attempt before"
         with self._changed:
-            changed, self._hello = hello != self._hello, hello
-            if changed:
-                self._post(hello)
+            self._hello = hello
+            self._post(hello)  # also an unchanged one: what was resumed decides what counts as the newest
 
     def submit(self, pending: Pending) -> None:
         """Hand a snapshot over; returns at once."""

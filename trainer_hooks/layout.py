@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import sys
 import types
 from bisect import bisect_right
 from collections import deque
@@ -297,9 +298,14 @@ def _try_to_load(pickled: bytes, allowed: Allowed) -> None:
 
 def _untrusted(named: Any) -> str:
     name = f"{named.__module__}.{named.__qualname__}"
-    if isinstance(named, type) and "<locals>" not in name:
+    if isinstance(named, type) and _is_importable(named):
         return f"{name} is not a plain value; save a plain form of it, or allow it with trust=[{named.__qualname__}]"
     return f"{name} cannot be saved; save a plain value instead"
+
+
+def _is_importable(cls: type) -> bool:
+    """Whether a class can be found again by its name; locks, generators and local classes cannot."""
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
 def _refused(path: str, problem: str) -> StateRefused:

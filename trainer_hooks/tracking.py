@@ -106,6 +106,9 @@ class Tracked:
             missing.append(RNG)
         if missing:
             message = f"the checkpoint lacks {', '.join(missing)}"
+            if all(key_of(name) not in state for name in self._objects):
+                hint = "was it saved with other names, or by another program? Load it by hand, or use another root"
+                raise StateMismatch(f"{message}: it holds nothing of what is tracked", op="resume", hint=hint)
             if strict:
                 raise StateMismatch(message, op="resume", hint="resume(strict=False) starts these afresh")
             warnings.warn(message, stacklevel=4)

@@ -84,6 +84,8 @@ class Allowed:
 
     def __init__(self, trust: Iterable[type] = ()) -> None:
         self._trusted: dict[str, type] = {}
+        if isinstance(trust, type) or not isinstance(trust, Iterable):
+            raise ValueError(f"trust={trust!r}: it must be a list of classes")
         for cls in trust:
             if not isinstance(cls, type) or "<locals>" in _name(cls):
                 shown = _name(cls) if isinstance(cls, type) else repr(cls)

@@ -102,8 +102,8 @@ def judge(document: ServiceStatus, now: datetime, stale_seconds: float) -> Exit:
     failed = document.daemon.state == "degraded" or any(shard.consecutive_failures for shard in shards)
     held_back = any(peer.behind > 1 for shard in shards for peer in shard.held_back_by)
     stopped = document.daemon.state == "stopped"
-    if stopped and not failed and not document.pending and not document.writing:
-        return Exit.OK
+    if stopped and not document.pending and not document.writing:
+        return Exit.DEGRADED if failed else Exit.OK
     if stopped or _age(document, now) > stale_seconds or is_dead(document):
         return Exit.DOWN
     return Exit.DEGRADED if failed or held_back else Exit.OK

@@ -27,6 +27,9 @@ from trainer_hooks import Checkpointer
         ("postfix", 7, "postfix=7: it must be text"),
         ("trust", ["Mine"], "trust='Mine': it must hold classes"),
         ("trust", [lambda: 0], "it must hold classes that can be imported by their name"),
+        ("trust", int, "trust=<class 'int'>: it must be a list of classes"),
+        ("trust", 5, "trust=5: it must be a list of classes"),
+        ("service", "", 'service="": it must be "auto" or the path of a socket'),
         ("root", 5, "root=5: it must be a path"),
     ],
 )

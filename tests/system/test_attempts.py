@@ -289,6 +289,11 @@ def test_a_late_write_of_a_dead_trainer_never_replaces_what_the_new_one_saved(
     assert (value_in(directory / "ckpt_step_100_epoch_0.pt"), found.attempt) == (2, 2)
 
 
+def newest_in_status(run: RunDirectory) -> int | None:
+    status = run.status()
+    return status.last_complete.step if status is not None and status.last_complete is not None else None
+
+
 ROLLING_BACK = """
 def saved(step):
     checkpointer.save(step, state={"value": torch.full((9000,), float(step))}).wait_committed(60)
@@ -312,6 +317,8 @@ def test_a_roll_back_in_the_object_that_has_saved_begins_another_attempt(run: Ru
     assert states(run) == {(1, 1): "complete", (1, 2): "abandoned", (1, 3): "abandoned"}
     assert attempt(run, 2)["resumed_from"] == {"attempt": 1, "sequence": 1, "explicit": True}
     assert attempt(run, 1)["resumed_from"] is None
+    if asynchronous:
+        wait_for(lambda: newest_in_status(run) == 1, "the status knows what counts now")
     ranks.hear("go")
     assert ranks.say("again") == ["(2, 2, 5) (2, 2, 5) 2"] * 2
     ranks.end()

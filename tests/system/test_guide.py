@@ -33,7 +33,6 @@ def resumed(root: Path) -> tuple[int, float]:
 def test_a_copy_by_the_command_of_the_guide_resumes(tmp_path: Path) -> None:
     root, backup = tmp_path / "my runs" / "gpt", tmp_path / "a backup" / "gpt"
     saved(root, 1, 2, 3)
-    backup.mkdir(parents=True)
     (command,) = re.findall(r"^cd runs/gpt && .*$", GUIDE, re.MULTILINE)
     command = command.replace("runs/gpt", '"$ROOT"').replace("/backup/gpt", '"$BACKUP"')
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -476,6 +476,8 @@ def test_a_failed_save_is_told_three_times(run: RunDirectory) -> None:
     trainer.ends()
     assert run.files("*") == ["ckpt_step_2_epoch_0.pt"]
     assert run.daemon().pid == daemon, "a failed write is no reason to die"
+    wait_for(run.daemon_has_left, "the daemon leaves")
+    assert run.cli("status", str(run.root)).returncode == 3, "it left as it should; the last save failed"
     assert "CRITICAL" not in next((run.root / ".ckpt_service").glob("daemon.*.log")).read_text()
 
 

@@ -13,6 +13,9 @@ checkpointer = Checkpointer(root, topology=place, slots=2, on_full="replace")
 tickets = [checkpointer.save(step, state=state(rank, 2), final=step in (3, 7)) for step in range(8)]
 checkpointer.drain()
 fates = [type(ticket.committed.exception()).__name__ for ticket in tickets]
+for step, ticket in enumerate(tickets):
+    error = ticket.committed.exception()
+    assert error is None or str(error).startswith(f"step {step}: it gave way"), error
 say("fates", *fates)
 checkpointer.close()
 """

@@ -58,7 +58,12 @@ def wrap(trainer_class: Any) -> Any:
     """Return a subclass of a class of trainers whose constructor takes ``async_ckpt``, ``scheduler`` and ``keep_last``.
 
     With ``checkpoint=True`` the methods of what it makes are rebound as by :func:`enable_async_ckpt`.
+
+    Raises:
+        ValueError: it is no class.
     """
+    if not isinstance(trainer_class, type):
+        raise ValueError(f"wrap({trainer_class!r}): it takes the class of the trainer, not an object of it")
 
     class Wrapped(trainer_class):  # type: ignore[misc]
         def __init__(
