@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -476,8 +477,9 @@ def _completion(cwd: Path, words: Callable[[str], list[str]]) -> str:
 
 
 def test_the_shell_is_given_its_completion() -> None:
-    program = str(Path(sys.executable).with_name("ckpt-service"))
-    done = subprocess.run([program, "--show-completion", "bash"], capture_output=True, text=True, check=True)
+    # As typed at a prompt: the program looks for the shell among the processes above it, where a launcher has none.
+    typed = f"{shlex.quote(str(Path(sys.executable).with_name('ckpt-service')))} --show-completion; exit $?"
+    done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=True)
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
     assert "complete -o default -F" in done.stdout
 
