@@ -38,7 +38,7 @@ def newer_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("newer")
     for package in ("ckpt_service", "trainer_hooks"):
         shutil.copytree(REPOSITORY / package, home / package, ignore=shutil.ignore_patterns("__pycache__"))
-    replace_in(home / "ckpt_service" / "records.py", "\nPROTOCOL = 1\n", "\nPROTOCOL = 2\n")
+    replace_in(home / "ckpt_service" / "messages.py", "\nPROTOCOL = 1\n", "\nPROTOCOL = 2\n")
     replace_in(home / "ckpt_service" / "_version.py", __version__, "9.9.9")
     return home
 
