@@ -157,7 +157,7 @@ checkpointer.close()
     assert "trust=[Odd]" in odd
     assert function.startswith(f"{place}__main__.<lambda> cannot be saved")
     assert module.startswith(f"{place}torch.nn.modules.linear.Linear is not a plain value")
-    assert generator.startswith(f"{place}builtins.generator is not a plain value")
+    assert generator.startswith(f"{place}builtins.generator cannot be saved")
     assert meta.startswith("state['m']: a tensor on the meta device has no data")
     trainer.says("path")
     assert trainer.says("steps") == "3 3 1 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -51,11 +52,7 @@ def test_drain_gives_up_waiting_and_the_daemon_goes_on(run: RunDirectory) -> Non
 def test_drain_names_what_could_not_be_written(run: RunDirectory) -> None:
     trainer = run.trainer(
         """
-        import resource
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, hard))
-        checkpointer = Checkpointer(root)  # its daemon inherits the limit
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        checkpointer = Checkpointer(root)
         checkpointer.save(1, state=state(1, megabytes=24)).accepted.result(30)
         say("accepted")
         hear("end")
@@ -65,10 +62,16 @@ def test_drain_names_what_could_not_be_written(run: RunDirectory) -> None:
         CKPT_SERVICE_CHUNK_BYTES=str(1 << 20),
     )
     trainer.says("accepted")
-    done = run.cli("drain", str(run.root))
-    assert done.returncode == 1, done.stderr
-    assert "lost: writing step 1 failed" in done.stderr
-    assert "ulimit -f" in done.stderr
+    pid = run.daemon().pid
+    command = [sys.executable, "-m", "ckpt_service", "drain", str(run.root)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as draining:
+        wait_for(lambda: run.daemon().state == "draining", "it finishes what it has")
+        hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, hard))  # while the file is being written
+        _, told = draining.communicate(timeout=60)
+    assert draining.returncode == 1, told
+    assert "lost: writing step 1 failed" in told
+    assert "ulimit -f" in told
     trainer.hears("end")
 
 
