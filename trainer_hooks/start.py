@@ -202,6 +202,7 @@ class Run:
 
     def end(self) -> None:
         """Leave the group and give the run lock back."""
+        self.exchange = None  # a store that is only let go of while the interpreter ends may abort the process
         if self._lock is not None:
             self._lock.release()
         if self._group is not None:
